@@ -1,10 +1,8 @@
-"""The entry points through which torch loads this package.
+"""Register the backends "farandole" and "farandole-mpi" when torch is imported.
 
-torch calls `autoload` (entry-point group `torch.backends`) and `register` (group `torch.distributed.backends`).
-
-With these entry points, `torch.distributed.init_process_group` accepts "farandole" and "farandole-mpi" in a program
-that does not import this package.  torch calls `autoload` at `import torch`, so this module only registers names; other
-modules load when a group is created.
+torch calls the entry points `autoload` (group `torch.backends`) and `register` (group `torch.distributed.backends`).
+A program can therefore use the backends without importing this package.  `import torch` calls `autoload`, so this
+module only registers names; other modules are loaded when a process group is created.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ torch prefers an accelerator in this list to the CPU, so `init_process_group` re
 
 
 def autoload() -> None:
-    """Register the backends at `import torch`, without raising an exception.
+    """Register the backends when torch is imported.
 
-    If the registration fails, the error is logged as one line.  A later call to `init_process_group` with one of these
-    backends raises the error.
+    If the registration fails, log the error as one line instead of raising it.  A later call to `init_process_group`
+    with one of these backends raises the error.
     """
     try:
         register()
@@ -95,7 +93,7 @@ def _failure(error: Exception) -> str:
 
 
 def _raise_when_used(failure: Exception) -> None:
-    """Make `init_process_group` raise `failure` if it is called with a backend of this package."""
+    """Make `init_process_group` raise `failure` if a program requests a backend of this package."""
     import torch.distributed as dist
 
     init = dist.init_process_group
@@ -129,10 +127,7 @@ def _rendezvous_over_mpi(url: str, **options: Any) -> Iterator[Any]:
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement for `original`, torch's `monitored_barrier`, that also accepts the backends of this package.
-
-    torch's function accepts only Gloo.
-    """
+    """Wrap torch's `monitored_barrier`, which accepts only Gloo, to support the backends of this package."""
 
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -148,13 +143,11 @@ def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `original`, torch's `batch_isend_irecv`, that posts CUDA messages as one batch.
-
-    torch's function posts the messages one by one if the process group is implemented in Python.
-    """
+    """Wrap torch's `batch_isend_irecv` to post CUDA messages as one batch."""
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        # torch posts the messages one by one if the process group is implemented in Python
         try:
             post = p2p_op_list[0].group.post_batch if p2p_op_list[0].tensor.is_cuda else None
         except (AttributeError, IndexError, KeyError, TypeError):
@@ -170,11 +163,7 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement for `init`, torch's `init_process_group`.
-
-    For the backend "farandole-mpi", the replacement uses "mpi://" as the default `init_method` if RANK is not set.
-    With its own default, torch would read the rank from RANK, which torchrun sets but mpirun and srun do not.
-    """
+    """Wrap torch's `init_process_group` to add defaults and advice for the backends of this package."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -185,6 +174,7 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
             given.get(name, -1) not in (None, -1) for name in ("init_method", "store", "rank", "world_size")
         )
         if OVER_MPI in str(given.get("backend")).lower() and not placed and "RANK" not in os.environ:
+            # by default, torch reads the rank from RANK, which torchrun sets but mpirun and srun do not
             given["init_method"] = "mpi://"
         import torch
 
@@ -203,19 +193,13 @@ def _init_process_group(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _replace_gloo(backend: str | None) -> str:
-    """Return the backend string `backend` with "gloo" replaced by "farandole".
-
-    If `backend` is empty, torch's default is used; it includes Gloo for CPU tensors.
-    """
+    """Return `backend`, or torch's default if it is empty, with "gloo" replaced by "farandole"."""
     backend = backend or ("cpu:gloo,cuda:nccl" if "cuda" in _devices else "gloo")
     return re.sub(r"\bgloo\b", "farandole", backend, flags=re.IGNORECASE)
 
 
 def _advice(backend: str, placed: bool) -> str | None:
-    """Return advice if the user made one of two common mistakes with MPI, otherwise None.
-
-    torch's own messages for these mistakes are too general.
-    """
+    """Return advice if the user made a common mistake with MPI, otherwise None."""
     import torch.distributed as dist
 
     if backend == "mpi" and not dist.is_mpi_available():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def message_of(error: BaseException) -> str:
-    """Return `str(error)`, or Python's replacement text if the exception cannot be converted to a string."""
+    """Return `str(error)`, or a placeholder if the exception cannot be converted to a string."""
     try:
         return str(error)
     except Exception:

@@ -50,7 +50,7 @@ def require(modules: Iterable[str]) -> None:
 
 @contextmanager
 def optional_import() -> Iterator[None]:
-    """Return a context manager that adds the install command to the error if a module in `EXTRAS` is missing."""
+    """Return a context manager that adds the install command to `ModuleNotFoundError` for modules in `EXTRAS`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 """The job key, a secret that ranks use to authenticate each other on the network.  This module does not import torch.
 
-`farandole launch` creates a key for each job and passes it to the ranks in the variable FARANDOLE_JOB_KEY, which only
-processes of the same user can read.  With other launchers the user can set the variable.
+`farandole launch` creates a key for each job and passes it to the ranks in the environment variable FARANDOLE_JOB_KEY,
+which only processes of the same user can read.  With other launchers, the user can set the variable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHORTEST = 32
 
 
 def job_key() -> str | None:
-    """Return the job key from the environment variable FARANDOLE_JOB_KEY, or None if the variable is unset or empty.
+    """Return the job key from FARANDOLE_JOB_KEY, or None if the variable is unset or empty.
 
     Raises:
         ValueError: if the key is too short to be secure.
@@ -32,6 +32,6 @@ def job_key() -> str | None:
 def derive(key: str, label: str) -> bytes:
     """Derive 32 bytes from `key` for the purpose named by `label`.
 
-    The bytes reveal neither the key nor the bytes that are derived for other labels.
+    The bytes reveal neither `key` nor the bytes for other labels.
     """
     return hmac.digest(key.encode(), label.encode(), hashlib.sha256)

@@ -1,8 +1,7 @@
 """Configure the interpreter and the C library so that processes start, run and exit faster.
 
-torch consists of a thousand modules.  Importing them creates no garbage, but the garbage collector traverses their
-objects repeatedly, which takes about a tenth of the import time (measured: 13 %).  At exit, the interpreter destroys
-every module, which takes longer than all these traversals.
+Importing torch creates no garbage, but garbage collection takes about a tenth of the import time (measured: 13 %).  At
+exit, destroying all modules takes even longer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _paused = False
 def pause_collection() -> None:
     """Disable garbage collection until `resume_collection` is called.
 
-    If garbage collection is already disabled, neither function has an effect.
+    If garbage collection is already disabled, neither this function nor `resume_collection` has an effect.
     """
     global _paused
     if gc.isenabled():
@@ -36,10 +35,10 @@ def pause_collection() -> None:
 
 
 def resume_collection() -> None:
-    """Enable garbage collection again if `pause_collection` disabled it, and exclude all existing objects from it.
+    """Enable garbage collection again if `pause_collection` disabled it.
 
-    Without this exclusion, a collection would traverse all objects of torch.  That takes a tenth of a second, during
-    which the other ranks wait.
+    Existing objects are then excluded from collections.  Otherwise, a collection would traverse all objects of torch,
+    which takes a tenth of a second while the other ranks wait.
     """
     global _paused
     if _paused:
@@ -50,7 +49,7 @@ def resume_collection() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Return a context manager that disables garbage collection, which makes imports faster."""
+    """Return a context manager that disables garbage collection, for faster imports."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -63,9 +62,8 @@ def uncollected() -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Make glibc keep freed blocks of up to 32 MiB; other C libraries are not affected.
 
-    By default, glibc returns large freed blocks to the kernel.  When the memory is allocated again, the kernel clears
-    every page.  Each training step allocates and frees activations of the same sizes; clearing their pages took a
-    tenth of the step time on a CPU.
+    By default, glibc returns large freed blocks to the kernel, and the kernel clears their pages before each reuse.
+    For the activations of a training step, this takes a tenth of the step time on a CPU.
     """
     if sys.platform != "linux":
         return
@@ -76,7 +74,7 @@ def keep_freed_memory() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with exit status `status`, like `sys.exit` but without destroying the modules.
+    """End this process like `sys.exit(status)`, but without destroying the modules.
 
     Before the process ends, this function joins the threads, calls the `atexit` functions and flushes stdout and
     stderr.

@@ -19,7 +19,7 @@ def tested() -> str:
 def report_untested(global_rank: int) -> None:
     """Log a warning if this version of torch is untested.
 
-    This function is called whenever a group is created, but only its first call on rank 0 checks the version.
+    Only the first call on rank 0 checks the version.
     """
     global _reported
     if global_rank != 0 or _reported:

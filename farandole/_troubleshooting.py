@@ -1,4 +1,7 @@
-"""References from error messages and warnings to docs/troubleshooting.md, whose sections `farandole explain` prints."""
+"""References to sections of docs/troubleshooting.md, for error messages and warnings.
+
+`farandole explain SECTION` prints a section.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def see(section: str) -> str:
 
 
 def page() -> str:
-    """Return the text of the troubleshooting page, from the copy in the package if there is one."""
+    """Return the text of the troubleshooting page."""
     package = Path(__file__).parent
     copy = package / Path(PAGE).name
     return (copy if copy.exists() else package.parent / PAGE).read_text(encoding="utf-8")
@@ -25,8 +28,8 @@ def page() -> str:
 class Documented:
     """A base class for exceptions whose messages end with a reference to the troubleshooting page.
 
-    The message refers to the section `_section`.  If the message already contains references, for example in the quoted
-    message of another error, the first of them is moved to the end of the message instead, and the others are removed.
+    The class attribute `_section` names the section.  If the message already contains references, for example in
+    the quoted message of another error, the first reference is moved to the end and the others are removed.
     """
 
     _section = ""

@@ -1,19 +1,18 @@
-"""The layout of a tensor: the part that each mesh cell stores, and the gradient reduction over its copies.
+"""The layout of a tensor on a mesh: the elements that each cell stores, and the ranks that sum the gradient.
 
     qkv = Layout("0.qkv", (3 * 12, 12), shards=(("tensor", Shard(0, (Part(12, unit=4),) * 3)),))
     qkv.boxes(mesh, cell)              # the boxes of the global tensor that the cell stores: its heads of q, k and v
     norm = Layout("0.norm", (12,), same={"tensor"})                 # the gradient is the same on all ranks of the axis
     norm.reduction(mesh, piece)        # the ranks whose gradients are summed, and a coefficient per rank
 
-Along each axis, a tensor is either sharded in one dimension (`Shard`) or copied to every coordinate.  The copies' gradients
-are summed, unless the axis is in `same`.  Gradient reduction, optimizer-state sharding, the global norm, checkpoints and
-the planner use `Layout`, and contain no code for a particular axis.
+Along each mesh axis, a tensor is either sharded in one dimension (`Shard`) or copied to every coordinate.  The
+gradients of the copies are summed, unless the axis is in `same`.
 
 Terms:
 
 - A *box* is one range per dimension of the global tensor.
-- A *piece* is a box that every cell holds either completely or not at all.  If boxes of different cells overlap only in
-  part, for example in a pipeline with stages of different widths, the boxes are cut into pieces.
+- A *piece* is a box that every cell holds either completely or not at all.  If boxes of different cells overlap
+  partially, for example in a pipeline with stages of different widths, the boxes are cut into pieces.
 - The *replica set* of a piece contains the cells that hold the piece.
 - A replica set is divided into *classes*.  The gradients within a class are identical.  The gradients of different
   classes are summed.
@@ -44,10 +43,9 @@ class LayoutError(ValueError):
 class Part:
     """Consecutive rows of a sharded dimension, such as the rows of q in a fused projection of q, k and v.
 
-    Each part of the dimension is sharded separately, so that every rank has rows of each part.
-
-    Each group of `unit` rows, such as the rows of an attention head, stays together.  Each group of `copies`
-    consecutive ranks on the axis, such as the ranks that share a key-value head, holds the same chunk.
+    Each part of the dimension is sharded separately, so that every rank has rows of each part.  Each group of `unit`
+    rows, such as the rows of an attention head, stays together.  Each group of `copies` consecutive ranks on the axis,
+    such as the ranks that share a key-value head, holds the same chunk.
     """
 
     size: int
@@ -57,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes how an axis shards dimension `dim` of a tensor.
+    """Describes how a mesh axis shards dimension `dim` of a tensor.
 
     Each of the `parts` is sharded separately.  Without parts, all rows of the dimension form one part, which is sharded
     in multiples of `unit` rows.
@@ -70,30 +68,30 @@ class Shard:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The ranks that sum the gradient of a piece, and each rank's coefficient in the sum (`weights`).
+    """The ranks that sum the gradient of a piece, and the coefficient of each rank in the sum.
 
-    Each column in `columns` is a group of ranks.  The total gradient is the sum of the gradients in a column, each
-    multiplied by the coefficient of its rank.  Every rank that holds the piece is in exactly one column, and each
-    column sums separately.  Norms and checkpoints use the first column.
+    Each column in `columns` is a group of ranks that computes the total gradient, a weighted sum of the gradients of its
+    ranks.  `weights` maps each rank to its coefficient.  Every rank that holds the piece is in exactly one column.
+    Norms and checkpoints use the first column.
     """
 
     columns: tuple[tuple[int, ...], ...]
     weights: Mapping[int, float]
 
     def column_of(self, rank: int) -> int:
-        """Return the index of a rank's column."""
+        """Return the index of the column that contains `rank`."""
         return next(number for number, ranks in enumerate(self.columns) if rank in ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one tensor; all ranks have the same layout.
+    """The layout of one tensor; the `Layout` object is identical on all ranks.
 
     Args:
         name: the tensor's name in the unsharded model.
         shape: the tensor's shape in the unsharded model.
         stages: the pipeline stages that contain the tensor; a tied embedding is in two stages.
-        shards: pairs of an axis and the sharding along it, applied in this order.
+        shards: pairs of a mesh axis and a `Shard`, applied in this order.
         same: the axes along which copies have identical gradients, such as the tensor axis for normalization weights.
     """
 
@@ -113,7 +111,7 @@ class Layout:
                 )
 
     def cells(self, mesh: Mesh) -> list[Cell]:
-        """Return the cells that store the tensor or a part of it."""
+        """Return the cells that store the tensor or a shard of it."""
         return [cell for cell in mesh.cells if cell.pipeline in self.stages]
 
     def boxes(self, mesh: Mesh, cell: Cell) -> tuple[Box, ...]:
@@ -154,7 +152,7 @@ class Layout:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - layouts are small, and there are few meshes
     def pieces(self, mesh: Mesh) -> tuple[Box, ...]:
-        """Return the non-empty pieces that make up the boxes of all cells, sorted."""
+        """Return the non-empty pieces of the tensor, sorted."""
         if not self.shards:
             whole = tuple((0, length) for length in self.shape)
             return (whole,) if volume(whole) else ()
@@ -171,7 +169,10 @@ class Layout:
         )
 
     def classes(self, mesh: Mesh, piece: Box) -> dict[tuple[int, ...], list[Cell]]:
-        """Group the cells that hold a piece by class; a key contains the coordinates that the class shares."""
+        """Return the cells that hold a piece, grouped by class.
+
+        Each key contains the mesh coordinates that all cells of the class have in common.
+        """
         axes = mesh.others(sorted(self.same))
         found: dict[tuple[int, ...], list[Cell]] = defaultdict(list)
         for cell in self.replicas(mesh, piece):
@@ -181,22 +182,12 @@ class Layout:
     def reduction(self, mesh: Mesh, piece: Box) -> Reduction:
         """Return the ranks that sum a piece's gradient, and the coefficient of each rank's gradient in the sum.
 
-        Ranks, not cells, communicate.  A *column* is a group of ranks that sums gradients.  A rank can have several
-        cells of the replica set.  These cells share one tensor, whose gradient is the sum over the cells.  The
-        *signature* of a rank is the number of its cells in each class.  Ranks with the same signature have equal
-        gradients.
-
-        - If no class occurs in two signatures, and no rank has two cells of one class, there are two cases.  If every
-          signature belongs to the same number of ranks, each column contains one rank of each signature, and all
-          coefficients are 1.  If some signatures belong to more ranks than others, a single column contains all ranks,
-          and the coefficient of a rank is 1 / (number of ranks with its signature).
-        - Otherwise, a single column contains all ranks, and the coefficients are chosen so that each class counts once.
-
-        Returns:
-            The columns, and the coefficient of each rank.
+        A rank can have several cells of the replica set.  These cells share one tensor, whose gradient is the sum over
+        the cells.  In the total gradient, each class counts exactly once.  In the simplest case, each column contains
+        one rank per class, and all coefficients are 1.
 
         Raises:
-            LayoutError: if no coefficients count each class once.
+            LayoutError: if no coefficients count each class exactly once.
         """
         if not self.shards:  # independent of name and shape, so tensors share the cached result
             return _reduction(Layout("", (), self.stages, (), self.same), mesh, ())
@@ -265,7 +256,7 @@ def _overlap(a: Box, b: Box) -> bool:
 
 
 def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
-    """Yield the parts of a box that result from `cuts` in each dimension."""
+    """Cut a box at the positions in `cuts`, one list per dimension, and yield the resulting boxes."""
     ranges = [
         [(a, b) for a, b in itertools.pairwise(ends) if start <= a and b <= end]
         for (start, end), ends in zip(box, cuts, strict=True)
@@ -274,7 +265,7 @@ def _grid(box: Box, cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 
 def boxes_of_range(box: Box, start: int, end: int) -> list[Box]:
-    """Return boxes that together contain elements `start` to `end` of a flattened box, in order.
+    """Return boxes that cover elements `start` to `end` (exclusive) of a flattened box, in order.
 
     For n dimensions there are at most 2n - 1 boxes.
     """

@@ -1,7 +1,7 @@
 """The device mesh: the coordinates of each rank on the parallelism axes, and the groups along the axes.
 
     mesh = Mesh.box(8, data=2, pipeline=2, tensor=2)            # rank 0 is data 0, pipeline 0, tensor 0
-    mesh.peers(cell, "tensor")                                  # the cells that differ from `cell` on that axis only
+    mesh.peers(cell, "tensor")                                  # `cell` and the cells that differ on that axis only
     groups = mesh.connect(comm, [("tensor",), ("data",)])       # a collective call
     groups.of(cell, "tensor").comm.all_reduce(tensor)
 
@@ -10,7 +10,7 @@ are two exceptions.  The stages of a pipeline may have different widths.  In a m
 stage of each direction (GEMS: Jain et al., 2020); with an odd number of stages the middle rank holds the same stage
 twice.
 
-A mesh contains no communicator and is equal on all ranks.
+A mesh contains no communicator and is identical on all ranks.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class Mesh:
     ) -> Mesh:
         """Return a pipeline mesh with different stage sizes, such as `[{"spatial": 4}, {"tensor": 1}]`.
 
-        With `mirror=2`, stage s of the reversed direction is on the ranks of stage `len(stages) - 1 - s`.  If the two
-        stages have different sizes, cells are assigned to these ranks in round-robin order.
+        With `mirror=2`, stage s of the reversed direction is on the ranks of forward stage `len(stages) - 1 - s`.  If
+        these two stages have different sizes, cells are assigned to these ranks in round-robin order.
 
         Raises:
             MeshError: if a size is invalid, or the number of ranks does not match the stages.
@@ -206,18 +206,18 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """The number of groups of ranks that process the same samples; different groups process different samples."""
+        """The number of groups of ranks that process different samples."""
         return math.prod(self.width(axis, self.stages - 1) for axis in SAMPLE_AXES)
 
     def replica_of(self, rank: int) -> int:
-        """Return the index of the group of ranks that have the same samples as `rank`."""
+        """Return the index of the group of ranks that process the same samples as `rank`."""
         cell, number = self._held[rank][0], 0
         for axis in SAMPLE_AXES:
             number = number * self.width(axis, self.stages - 1) + self.coordinate(cell, axis)
         return number
 
     def has_own_loss(self, rank: int) -> bool:
-        """Return whether `rank` is the first of the ranks that compute the same loss."""
+        """Return whether `rank` is the lowest of the ranks that compute the same loss."""
         return all(self.replica_of(other) != self.replica_of(rank) for other in range(rank))
 
     def of_rank(self, rank: int) -> list[Cell]:
@@ -253,7 +253,7 @@ class Mesh:
     def others(self, axes: Sequence[str]) -> list[str]:
         """Return all axes except `axes`.
 
-        If `axes` contains a sub-axis, the result contains the axis's other sub-axes instead of the axis itself.
+        If `axes` contains a sub-axis, its parent axis is replaced by the parent's other sub-axes.
         """
         rest = []
         for axis in AXES:
@@ -303,10 +303,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of cells in coordinate order, and its communicator, which is None if one rank holds all cells.
+    """A group of cells in coordinate order, with its communicator.
 
-    `places[i]` is the rank in the communicator that holds cell i.  A rank may hold several cells.  In a mirrored mesh,
-    the order of cells may differ from the order of ranks.
+    `comm` is None if one rank holds all cells.  `places[i]` is the communicator rank that holds cell i.  A
+    rank may hold several cells.  In a mirrored mesh, the order of cells may differ from the order of ranks.
     """
 
     cells: tuple[Cell, ...]
@@ -315,7 +315,7 @@ class Group:
 
     @property
     def places(self) -> list[int]:
-        """For each cell, the rank in the communicator that holds the cell."""
+        """The communicator rank that holds each cell, in the order of `cells`."""
         return [self.ranks.index(cell.rank) for cell in self.cells]
 
 
@@ -329,16 +329,13 @@ class Groups:
     _made: dict[tuple[int, ...], Communicator] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Create the communicators.
-
-        This cannot deadlock, because all ranks create their groups in the order of `sets`.  Consider the first
-        incomplete group in this order: none of its members is waiting for another group, so the group can be created.
-        """
         if self.comm.size != self.mesh.size:
             raise MeshError(
                 f"expected a communicator of {self.mesh.size} ranks (the size of the mesh), got {self.comm.size}"
             )
         all_ranks = tuple(range(self.comm.size))
+        # This cannot deadlock, because all ranks create their groups in the order of `sets`.  Consider the first
+        # incomplete group in this order: none of its members is waiting for another group, so all of them create it.
         for ranks in self.sets:
             if ranks == all_ranks:
                 self._made[ranks] = self.comm
@@ -376,7 +373,10 @@ def ranks_of(cells: Iterable[Cell]) -> tuple[int, ...]:
 
 
 def by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks, ordered so that ranks on the same host are adjacent; `hosts` contains each rank's host."""
+    """Return the ranks in an order in which ranks on the same host are adjacent.
+
+    `hosts[r]` is the host of rank r.
+    """
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
 

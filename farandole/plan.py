@@ -161,10 +161,10 @@ class Plan:
     """A parallelization plan: how training states are sharded, and how memory is saved.
 
     Args:
-        data: the number of groups of ranks over which samples are distributed; None uses all ranks.
+        data: the number of groups of ranks over which samples are distributed; by default, as many as possible.
         pipeline: the number of ranks over which the stages of the model are distributed (`parallel.pipeline`).
-        schedule: with `pipeline` > 1, the order of forward and backward passes: the name of a schedule in the output of
-            `farandole schedule`.
+        schedule: with `pipeline` > 1, the name of the schedule of forward and backward passes; `farandole schedule`
+            lists the names.
         stage_bytes: with `pipeline` > 1, the maximum number of bytes on a rank for the parameters of its stages and for
             the activations of the micro-batches in flight.  Among the divisions into stages that fit, the fastest one
             is used.
@@ -195,10 +195,10 @@ class Plan:
         offloaded: the data to offload in addition to optimizer states: "gradients" (with `zero` >= 2), or
             "parameters" (with `zero=3`), which includes gradients.  For models on an accelerator, both can be
             offloaded only to the host.
-        rounding: how updated weights are rounded to bf16.  With "stochastic", there are no master weights, which saves
+        rounding: the rounding of updated weights to bf16.  With "stochastic", there are no master weights, which saves
             4 bytes per parameter.
-        compression: the compression of gradients between hosts, with `zero=0`.  Compressed gradients are
-            approximate; error feedback adds the error of a step to the gradients of the next step.
+        compression: the compression of the gradients that hosts exchange; requires `zero=0`.  Compressed gradients
+            are approximate; error feedback adds the error of a step to the gradients of the next step.
         lora: the adapters to train, with the model's weights frozen.
 
     Raises:
@@ -350,12 +350,12 @@ class Plan:
             )
 
     def _with_zero(self, stage: int) -> str:
-        """Return the options to change to use ZeRO stage `stage` (at least 1), as text for an error message."""
+        """Return the options that select ZeRO stage `stage` (at least 1), for an error message."""
         return f"zero={stage}" + (", compression='none'" if self.compression != "none" else "")
 
     @property
     def ranks_per_sample(self) -> int:
-        """The number of ranks that process the same samples together."""
+        """The number of ranks that process each sample."""
         return self.pipeline * self.context * self.tensor
 
     @property
@@ -364,7 +364,7 @@ class Plan:
         return Place.parse(self.offload).folder or None
 
     def sizes(self, ranks: int) -> dict[str, int]:
-        """Return the size of each axis on `ranks` ranks.
+        """Return a dict that maps each axis to its size in a job with `ranks` ranks.
 
         Raises:
             PlanError: if the product of the sizes is not the number of ranks, or `data_shard` does not divide the data
@@ -387,7 +387,7 @@ class Plan:
         return {"data": data} | inner
 
     def _on_data_axis(self, ranks: int) -> str:
-        """Return the options to change to put all `ranks` ranks on the data axis, as text for an error message."""
+        """Return the options that put all `ranks` ranks on the data axis, for an error message."""
         near = dict.fromkeys(("pipeline", *MODEL_AXES), 1) | ({} if self.data is None else {"data": ranks})
         near |= {
             name: default for name in _OF_AXES if getattr(self, name) != (default := getattr(Plan, name))
@@ -395,7 +395,7 @@ class Plan:
         return ", ".join(f"{name}={value!r}" for name, value in near.items())
 
     def _check_data_shard(self, data: int) -> None:
-        """Raise `PlanError` if a data axis of size `data` cannot be divided into groups of `data_shard` ranks."""
+        """Raise `PlanError` if `data_shard` is a number that does not divide `data`."""
         if isinstance(self.data_shard, int) and data % self.data_shard:
             near = max(n for n in range(1, min(data, self.data_shard) + 1) if data % n == 0)
             raise PlanError(

@@ -1,1 +1,1 @@
-"""The benchmarks of training, collectives and serving, `farandole tune`, and the planner's measurements."""
+"""Benchmarks for training, collectives and serving; `farandole tune`; and the planner's measurements."""

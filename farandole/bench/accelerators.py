@@ -1,4 +1,4 @@
-"""Published speeds of accelerators, for plans on a machine without them.
+"""Published speeds of accelerators, for planning on a machine that lacks these accelerators.
 
 The figures are peak values from the vendors' data sheets: FLOP/s without sparsity, and link bandwidths per direction.
 Measured speeds are lower.
@@ -16,11 +16,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """The published speeds of an accelerator, and of the host in which the vendor sells the accelerator.
+    """The published specifications of an accelerator, and of the host in which it is sold.
 
     Args:
         memory: the memory that the driver reports, in bytes.
-        flops: floating-point operations per second in matrix products, by precision.
+        flops: maps each precision to the FLOP/s of matrix products.
         stream: the bandwidth of the accelerator's memory, in bytes per second.
         bandwidth: the bandwidth to the other accelerators in the host, in bytes per second.
         host_bandwidth: the network bandwidth to other hosts, per accelerator, in bytes per second.
@@ -38,7 +38,7 @@ class Accelerator:
     source: str
 
     def hosts(self, ranks: int) -> int:
-        """Return the number of hosts that `ranks` accelerators need if each host uses the same number of them."""
+        """Return the smallest number of hosts among which `ranks` accelerators can be divided equally."""
         least = -(-ranks // self.per_host)
         return next(count for count in range(least, ranks + 1) if ranks % count == 0)
 
@@ -101,10 +101,7 @@ def described(
     bandwidth: bool,
     host_bandwidth: bool,
 ) -> str:
-    """Describe in one line the published values whose arguments are True, with their source.
-
-    If all arguments are False, return "".
-    """
+    """Return a line with the selected published values and their source, or "" if no value is selected."""
     values = {
         f"{size(accelerator.memory)} of memory": memory,
         f"{short(accelerator.flops['bf16'])}FLOP/s in bf16": flops,

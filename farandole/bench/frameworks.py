@@ -31,14 +31,14 @@ class Framework(Protocol):
     def build(self, setup: TrainingSetup, runtime: Runtime, implementation: str) -> Training:
         """Return this rank's training run.  This is a collective call.
 
-        `implementation` is the name of one of the framework's implementations of data parallelism, or "alone".  With
-        "alone", each rank trains without communication; the efficiency of another implementation is its speed
-        relative to "alone".
+        Args:
+            implementation: the name of one of the framework's implementations of data parallelism, or "alone".  With
+                "alone", each rank trains without communication, as the baseline for parallel efficiency.
         """
 
 
 def find_framework(name: str) -> Framework:
-    """Return the framework for the option `--framework`; raise BenchError if `name` is not supported."""
+    """Return the framework `name`; raise BenchError if it is not supported."""
     if name == "pytorch":
         from farandole.bench.torch_training import PyTorch
 

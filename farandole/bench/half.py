@@ -16,7 +16,7 @@ from farandole.comm.compression import Compression, Compressor
 class HalfCommunicator(Communicator):
     """A `Communicator` that all-reduces fp32 tensors in fp16; its other methods are unchanged.
 
-    The conversion to fp16 keeps 11 of the 24 significand bits, and makes values above 65504 infinite.
+    The conversion to fp16 keeps 11 of the 24 significand bits and overflows above 65504.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -33,7 +33,7 @@ class HalfCommunicator(Communicator):
         compression: Compressor | Compression | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-reduce `tensor` as `Communicator.all_reduce` does, but communicate an fp32 tensor in fp16.
+        """All-reduce `tensor`; an fp32 tensor is communicated in fp16.
 
         If `output` or `compression` is given, an fp32 tensor is not converted.
         """
@@ -67,7 +67,6 @@ class _Widened(dist.Work):
         self._work, self._half, self._tensor = work, half, tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the all-reduce is complete, and copy its result into the fp32 tensor."""
         arguments: list[Any] = [] if timeout is None else [timeout]
         self._work.wait(*arguments)
         self._tensor.copy_(self._half)

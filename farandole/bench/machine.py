@@ -56,7 +56,7 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     """Return the speeds of a rank while `ranks` ranks are busy on this machine.
 
     If there are fewer cores than ranks, the speeds are measured with one rank per core.  A cached result is returned
-    instead, unless `remeasure` is True.
+    if there is one, unless `remeasure` is True.
 
     Raises:
         BenchError, LaunchError, SystemExit: as for `measured`.
@@ -66,15 +66,14 @@ def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
 
 
 def measured(module: str, ranks: int, kind: str | int, *, instead: str, remeasure: bool = False) -> Any:
-    """Run `module` on `ranks` ranks, and return the JSON value that it writes.  A line on stderr announces the run.
+    """Run `module` on `ranks` ranks, or use the cached result, and return the JSON value that the module writes.
 
-    If there are fewer cores than ranks, the module runs on one rank per core.  If the cache contains a result, it is
-    returned instead, unless `remeasure` is True.
+    If there are fewer cores than ranks, the module runs on one rank per core.  A line on stderr announces the run.
 
     Args:
         module: the module to run; its command-line argument is the file to which it must write JSON.
-        kind: the name under which the result is cached.
-        instead: the options that messages suggest for specifying the speed instead of measuring it.
+        kind: the kind of measurement, as part of the cache key.
+        instead: the command-line options that replace the measurement, for use in messages.
         remeasure: whether to run the module even if the cache contains a result.
 
     Raises:
@@ -119,10 +118,7 @@ def measure(runtime: Runtime) -> Speeds:
 
 
 def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
-    """Return the FLOP/s that this rank achieves in the matrix products of a linear layer, forward and backward.
-
-    If a product of `_ROWS` rows would take too long, as with fp16 on some processors, only `_FEWER_ROWS` are used.
-    """
+    """Return the FLOP/s of this rank in the matrix products of a linear layer, forward and backward."""
     weight = torch.randn(4 * _WIDTH, _WIDTH, device=runtime.device).to(dtype)
 
     def seconds(rows: int) -> float:
@@ -135,7 +131,7 @@ def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
 
         return _seconds(products, runtime)
 
-    rows = _FEWER_ROWS
+    rows = _FEWER_ROWS  # more rows can take too long, for example in fp16 on some processors
     found = seconds(rows)
     if slowest(found, runtime) * _ROWS / rows < _LIMIT_S / _TURNS:
         rows = _ROWS
@@ -144,10 +140,7 @@ def _flops(dtype: torch.dtype, runtime: Runtime) -> float:
 
 
 def _stream(runtime: Runtime) -> float:
-    """Return the number of bytes per second that this rank reads and writes in memory-bound operations.
-
-    These operations are a layer normalization, a GELU and an addition.
-    """
+    """Return this rank's memory bandwidth in layer normalization, GELU and addition, in bytes per second."""
     x = torch.randn(_ELEMENTS // _WIDTH, _WIDTH, device=runtime.device)
 
     def others() -> None:
@@ -159,13 +152,11 @@ def _stream(runtime: Runtime) -> float:
 
 
 def _bandwidth(runtime: Runtime) -> float:
-    """Return the bus bandwidth of an all-reduce of gradients, in bytes per second.
-
-    The tensor is at least as large as a gradient bucket.
-    """
+    """Return the bus bandwidth of an all-reduce of gradients, in bytes per second."""
     ranks = runtime.size
     if ranks == 1:
         return 1e12  # nothing is sent
+    # at least as large as a gradient bucket
     gradients = runtime.comm.empty(_ELEMENTS, device=runtime.device).zero_()
     seconds = _seconds(lambda: runtime.comm.all_reduce(gradients, "avg"), runtime)
     return 2 * (ranks - 1) / ranks * gradients.nbytes / seconds
@@ -176,7 +167,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime) -> float:
 
 
 def main(answer: str) -> None:
-    """Measure as one of the launched ranks; rank 0 writes the worst values as JSON to the file `answer`."""
+    """Run the measurement as one of the ranks; rank 0 writes the worst values as JSON to the file `answer`."""
     with measuring_rank() as runtime:
         own = measure(runtime)
         slow = torch.tensor([*own.flops.values(), own.stream, own.bandwidth], dtype=torch.float64)

@@ -51,7 +51,7 @@ def parse_number(option: str, text: str, base: int) -> float:
     The suffixes K, M, G, T and P are powers of `base`; suffixes such as GiB are powers of 1024.
 
     Raises:
-        BenchError: if `text` does not have this format or is not above 0; the message names `option`.
+        BenchError: if `text` does not have this format or is not positive; the message names `option`.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:

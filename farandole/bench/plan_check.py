@@ -2,8 +2,8 @@
 
     python -m farandole.bench.plan_check JOB_SPEC
 
-JOB_SPEC is a `PlanCheckJobSpec` in JSON.  Rank 0 writes the measurements of all ranks, a list of `Seen`, as JSON to the
-file that the job specification names in its field `answer`.
+JOB_SPEC is a `PlanCheckJobSpec` in JSON.  Rank 0 writes a list with the `Seen` of each rank as JSON to the file
+`answer` of the job specification.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PlanCheckJobSpec:
 
 
 def random_text(vocabulary: int, context: int, samples: int) -> Text:
-    """Return `samples` samples of random tokens, with `context` tokens each, as both training and validation text."""
+    """Return `samples` random sequences of `context` tokens, as both training and validation text."""
     tokens = np.random.default_rng(0).integers(vocabulary, size=samples * context + 1, dtype=np.uint32)
     windows = Windows(tokens, context)
     return Text(Path(), Tokenizer(BPE()), windows, windows)
@@ -137,10 +137,10 @@ class CudaMemory:
 
 
 def context_bytes(runtime: Runtime) -> int:
-    """Return the CUDA memory in bytes that this process uses for everything except tensors.  This is a collective call.
+    """Return the CUDA memory of this process in bytes, excluding tensors.  This is a collective call.
 
-    The device reports only the total memory that all processes use.  This total is divided equally among the ranks that
-    share the device.
+    The device reports only the total memory of all processes.  The total is divided equally among the ranks that share
+    the device.
     """
     torch.cuda.synchronize(runtime.device)
     torch.cuda.empty_cache()
@@ -172,10 +172,7 @@ def measure(job_spec: PlanCheckJobSpec, runtime: Runtime) -> Seen:
 
 
 def _parts(trainer: Trainer) -> dict[str, int]:
-    """Return the sizes in bytes of the weights, gradients and optimizer states that this rank holds between steps.
-
-    The size of weights in shared memory is divided equally among the ranks that share them.
-    """
+    """Return the bytes of the weights, gradients and optimizer states that this rank holds between steps."""
     shards = trainer.engine.shards_of_buckets
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return {
@@ -190,10 +187,7 @@ def _parts(trainer: Trainer) -> dict[str, int]:
 
 
 def _weights(trainer: Trainer) -> int:
-    """Return the size in bytes of this rank's weights.
-
-    The size of weights in shared memory is divided equally among the ranks that share them.
-    """
+    """Return the size of this rank's weights in bytes; weights in shared memory are divided among the ranks."""
     sharing = {
         id(p): each.comm.size
         for each in trainer.engine.weights
@@ -220,7 +214,7 @@ def _peak_of_step(trainer: Trainer) -> int:
 
 
 def main(text: str) -> None:
-    """As one of the launched ranks, run the job that is specified by the JSON `text`."""
+    """Run the job specified by the JSON `text` as one of the launched ranks."""
     job_spec = PlanCheckJobSpec.load(text)
     with farandole.init() as runtime:
         found: list[Any] = [None] * runtime.size

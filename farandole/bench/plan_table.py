@@ -53,8 +53,8 @@ def seconds(number: float) -> str:
 def choices(estimates: Sequence[Estimate]) -> list[str]:
     """Return the names of the plan fields for which the table needs a column.
 
-    These are the ZeRO stage, recomputation, and the fields for which a plan has a value other than the default.  A
-    precision that all plans share is omitted.
+    These are the ZeRO stage, recomputation, and each field that differs from its default in at least one plan.  The
+    precision is omitted if it is the same in all plans.
     """
     plans, default = [one.plan for one in estimates], Plan()
     axes = ("tensor", "sequence", "context", "expert", "pipeline", "schedule")
@@ -76,8 +76,8 @@ def word(plan: Plan, name: str) -> str:
 def plans(planned: Planned) -> Group:
     """Return the table of plans, with a title and notes.
 
-    The table shows the plans that fit and a few plans that do not fit.  If there are many plans with several meshes, it
-    shows the first plans and the best plan of each mesh instead.
+    The table shows the plans that fit and a few plans that do not fit.  If there are many plans and more than one mesh,
+    the table instead shows the first plans and the best plan of each mesh.
     """
     memory = planned.machine.memory
     fitting = [one for one in planned.estimates if one.fits(memory)]
@@ -126,7 +126,7 @@ def plans(planned: Planned) -> Group:
 
 
 def _idle(one: Estimate) -> str:
-    """Return the idle time of the pipeline in percent, "-" without a pipeline, or "?" if it was not estimated."""
+    """Return the pipeline's idle time in percent, "-" without a pipeline, or "?" without an estimate."""
     if one.plan.pipeline == 1:
         return "-"
     return "?" if one.pipeline is None else f"{100 * one.pipeline.idle:.0f} %"
@@ -137,10 +137,7 @@ def _mesh(plan: Plan) -> tuple[int, ...]:
 
 
 def _by_mesh(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the first `_FEW` estimates, and the first estimate of each mesh.
-
-    The estimates keep the order that they have in `estimates`.  At most the first `_MOST_LINES` of them are returned.
-    """
+    """Return the first `_FEW` estimates and the first estimate of each mesh, in order, but at most `_MOST_LINES`."""
     first: dict[tuple[int, ...], int] = {}
     for number, one in enumerate(estimates):
         first.setdefault(_mesh(one.plan), number)
@@ -152,7 +149,7 @@ def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]
     """Compare the predicted memory of each rank with the measured memory.
 
     Args:
-        predicted: the estimate of each rank.  Ranks with the same estimate are next to each other in the table.
+        predicted: maps ranks to estimates.  Ranks with the same estimate have adjacent columns in the table.
         seen: the measurements of each rank; the keys are the fields of `plan_check.Seen`.
 
     Returns:
@@ -183,7 +180,7 @@ def checked(predicted: Mapping[int, Estimate], seen: Sequence[Mapping[str, Any]]
 
 
 def _predicted(estimate: Estimate) -> dict[str, float]:
-    """Return the predicted column of the comparison: the bytes per memory category, and the seconds per step."""
+    """Return the predicted column of the comparison: bytes per memory category, and seconds per step."""
     parts = estimate.parts
     return {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
@@ -197,11 +194,8 @@ def _predicted(estimate: Estimate) -> dict[str, float]:
 
 
 def _measured(one: Mapping[str, Any], estimate: Estimate, ranks: int) -> dict[str, float]:
-    """Return the measured column of the comparison: the bytes per memory category, and the seconds per step.
-
-    The size of the library pages is divided by `ranks`, because all ranks share these pages.
-    """
-    parts, libraries = one["parts"], one["libraries"] / ranks
+    """Return the measured column of the comparison: bytes per memory category, and seconds per step."""
+    parts, libraries = one["parts"], one["libraries"] / ranks  # all ranks share the library pages
     found: dict[str, float] = {
         **{name: parts[name] for name in ("weights", "gradients", "optimizer")},
         "activations, backward": one["tensors"],
@@ -226,10 +220,7 @@ def _unit(most: float) -> tuple[int, str]:
 
 
 def _number(count: float, divisor: int, least: float = 10) -> str:
-    """Format `count` bytes in GiB or MiB, depending on `divisor`; 0 is "-".
-
-    The result has two decimals, except for numbers of at least `least` MiB, which are rounded to integers.
-    """
+    """Format `count` bytes in GiB or MiB; MiB values of at least `least` are rounded to integers, and 0 is "-"."""
     if count == 0:
         return "-"
     number = count / divisor

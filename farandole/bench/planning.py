@@ -121,12 +121,12 @@ class PlanSetup:
     """Options of `farandole plan`: the run, the machine, and the plans to consider.
 
     If `memory`, `flops` or `bandwidth` is None, the published value of the accelerator is used; without an accelerator,
-    the value is measured on this machine.  If neither `flops` nor `bandwidth` is None, no speed is measured.
+    the value is measured on this machine.  If both `flops` and `bandwidth` are given, no speed is measured.
 
     Args:
         words: the arguments of the training run, as for `farandole train`; hf:FOLDER stands for a Hugging Face model.
         ranks: the number of ranks; if None, `default_ranks` selects it.
-        nodes: the number of hosts; by default 1, or with an accelerator the result of `Accelerator.hosts`.
+        nodes: the number of hosts; by default the result of `Accelerator.hosts`, or 1 without an accelerator.
         memory: the memory per rank in bytes.
         flops: the FLOP/s of a rank.
         bandwidth: the bandwidth between ranks in bytes per second, per rank.
@@ -152,9 +152,9 @@ class PlanSetup:
 
 @dataclass(frozen=True)
 class Planned:
-    """The estimates of plans, sorted so that the best plan is first, and the machine for which they were estimated.
+    """The estimates of plans, best first, and the machine for which the plans were estimated.
 
-    `published` is a line of text with the values of the machine that come from data sheets, or "" if none do.
+    `published` is a line with the machine's values from data sheets, or "" if there are none.
     """
 
     config: TrainConfig
@@ -257,11 +257,7 @@ def _classifies(folder: str) -> bool:
 
 
 def _given(setup: PlanSetup, config: TrainConfig, overrides: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Return the `Plan` fields that the user specified with options or in the configuration, with their values.
-
-    Raises:
-        BenchError: if a value is unknown.
-    """
+    """Return the values that the user specified for `Plan` fields, with options or in the configuration."""
     choices: dict[str, Sequence[Any]] = {name: values for name, values in setup.choices.items() if values}
     section = config.plan
     for word in overrides:
@@ -285,8 +281,8 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
     """Train for `steps` steps with the first plan, and measure each rank's memory and time.
 
     Returns:
-        A dict that maps ranks to estimates, and a list with the measurements of each rank: the fields of
-        `plan_check.Seen` as a dict.
+        A dict that maps ranks to estimates, and a list with one dict of measurements per rank.  The keys of the
+        measurements are the fields of `plan_check.Seen`.
 
     Raises:
         BenchError: if a rank fails, or this machine cannot run the plan.
@@ -324,27 +320,20 @@ def check(planned: Planned, steps: int) -> tuple[dict[int, Estimate], list[dict[
 
 
 def _with(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """Return a copy of `config` in which the fields listed in `_FIELDS` have the values from `plan`.
-
-    Raises:
-        ConfigError: if these fields conflict with other fields of the configuration.
-    """
+    """Return a copy of `config` in which the fields `_FIELDS` have the values from `plan`."""
     chosen = {name: value for name in _FIELDS if (value := getattr(plan, name)) is not None}
     return parse_config({**config.model_dump(), "plan": {**config.plan.model_dump(), **chosen}})
 
 
 def _meshes(config: TrainConfig, model: nn.Module, ranks: int, nodes: int) -> dict[str, Sequence[Any]]:
-    """Return the values to consider for each mesh axis, for plans on accelerators.
-
-    All ranks of a tensor-parallel group are on the same host.  Pipelines are considered only if the configuration
-    divides a rank's samples into micro-batches.
-    """
+    """Return the values to consider for each mesh axis, for plans on accelerators."""
     experts = max((module.count for module in model.modules() if isinstance(module, Experts)), default=1)
     pieces = max(1, config.model.context // _LEAST_POSITIONS)
     micro_batches = config.plan.micro_batches or (ranks if config.micro_batch else 1)
+    # a pipeline requires micro-batches
     stages = 1 if config.plan.lora_rank else min(ranks, micro_batches, _MOST_STAGES)
     return {
-        "tensor": _sizes(ranks // nodes),
+        "tensor": _sizes(ranks // nodes),  # a tensor-parallel group stays on one host
         "sequence": [False, True],
         "context": _sizes(min(ranks, pieces)),
         "expert": sorted({1, min(ranks // nodes, experts), min(ranks, experts)}),
@@ -358,7 +347,10 @@ def _sizes(most: int) -> list[int]:
 
 
 def dump(planned: Planned) -> str:
-    """Return JSON with the number of ranks, the machine, and each plan with its memory, seconds and outcome."""
+    """Return JSON with the number of ranks, the machine, and the plans.
+
+    Each plan has its peak memory, its time per step in seconds, and a text that states whether it fits.
+    """
     plans = [
         {
             **asdict(one),
@@ -374,11 +366,7 @@ def dump(planned: Planned) -> str:
 def _candidates(
     ranks: int, axes: Mapping[str, Sequence[Any]], meshes: Sequence[tuple[Any, ...]] = ()
 ) -> list[Plan]:
-    """Return the plans for all valid combinations of the values in `axes`; see `_estimates`.
-
-    Raises:
-        PlanError: if no combination is valid.
-    """
+    """Return the plans for all valid combinations of the values in `axes`, limited to `meshes` unless it is empty."""
     plans: list[Plan] = []
     refusal: PlanError | None = None
     if meshes:
@@ -417,28 +405,14 @@ def _estimates(
     axes: Mapping[str, Sequence[Any]],
     meshes: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Machine, list[Estimate]]:
-    """Estimate the plans for all combinations of the values in `axes`.
-
-    If there are more than `_REFINED` meshes, the meshes are first compared with each other, with block recomputation and
-    the 1F1B schedule in all plans.  The other kinds of recomputation and the other schedules are estimated only for the
-    best meshes, beginning with the fastest kind of recomputation, until a plan fits.
-
-    Args:
-        axes: maps fields of `Plan` to the values to consider.
-        meshes: the meshes to consider, as values of the fields `_AXES`; by default all meshes.
-
-    Returns:
-        The machine, which includes the measured disk bandwidth if a plan uses a disk; and the estimates, best first.
-
-    Raises:
-        PlanError, ConfigError: if no plan is valid.
-    """
+    """Return the machine, and the estimates of plans with the values in `axes`, best first."""
     plans = _candidates(ranks, axes, meshes)
     folders = {Place.parse(place).folder for one in plans for place in (one.offload, one.swap)}
     if disks := folders - {""}:
         machine = replace(machine, disk=measure_bandwidth(min(disks)))
     first, rest = plans, list[Plan]()
     if len({_axes_of(one) for one in plans}) > _REFINED:
+        # compare the meshes with one kind of plan, and estimate the other plans only for the best meshes
         first, rest = _simplest(plans)
     estimated = partial(_estimated, config, model, ranks, machine, StageTracer())
     found, refused = estimated(first)
@@ -456,11 +430,7 @@ def _estimates(
 
 
 def _simplest(plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Divide `plans` into the plans that are used to compare meshes, and the other plans.
-
-    For each mesh, the first list contains its plans with block recomputation and the 1F1B schedule.  If there are none,
-    it contains all plans of the mesh.
-    """
+    """Divide `plans` into the plans that are used to compare meshes, and the other plans."""
     first: list[Plan] = []
     for _, members in itertools.groupby(sorted(plans, key=_axes_of), _axes_of):
         of_mesh = list(members)
@@ -477,11 +447,7 @@ def _estimated(
     tracer: StageTracer,
     plans: Sequence[Plan],
 ) -> tuple[list[Estimate], Exception | None]:
-    """Estimate those of `plans` that are valid for the model and the batch.
-
-    Returns:
-        The estimates, and the error of one of the invalid plans, or None if all plans are valid.
-    """
+    """Return the estimates of the valid plans, and the error of one invalid plan if there is one."""
     found: list[Estimate] = []
     refusal: Exception | None = None
     shared: set[tuple[Any, ...]] = set()  # the meshes for which sequence parallelism is possible
@@ -503,7 +469,7 @@ def _estimated(
 
 
 def _best_meshes(estimates: Sequence[Estimate]) -> list[tuple[Any, ...]]:
-    """Return the first `_REFINED` distinct meshes in `estimates`, which must be sorted with the best first."""
+    """Return the first `_REFINED` distinct meshes in `estimates`, which must be sorted best first."""
     return list(dict.fromkeys(_axes_of(one.plan) for one in estimates))[:_REFINED]
 
 
@@ -512,7 +478,7 @@ def _axes_of(plan: Plan) -> tuple[Any, ...]:
 
 
 def accelerator_named(name: str) -> Accelerator:
-    """Return the accelerator that is called `name` in `ACCELERATORS`.
+    """Return the accelerator `name` from `ACCELERATORS`.
 
     Raises:
         BenchError: if the name is unknown; the message suggests a similar name.
@@ -528,7 +494,7 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def _this_machine(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
-    """Describe this machine with the values in `setup`, and with measured or assumed values for the other fields."""
+    """Return a `Machine` for this machine with the values in `setup`; other values are measured or assumed."""
     found = _speeds(setup, ranks)
     accelerated = torch.cuda.is_available()
     if setup.memory is not None:
@@ -553,17 +519,13 @@ def _this_machine(setup: PlanSetup, ranks: int, nodes: int) -> Machine:
 
 
 def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
-    """Return the speeds of a rank on this machine; speeds that are given in `setup` replace measured speeds.
-
-    If `setup` contains both `flops` and `bandwidth`, nothing is measured.  The memory bandwidth and the memory of a
-    process are then typical values.  A single rank sends no messages, so its `bandwidth` is not needed.
-    """
+    """Return the speeds of a rank on this machine; speeds in `setup` replace measured speeds."""
     flops, bandwidth = setup.flops, setup.bandwidth
     if bandwidth is None and ranks == 1:
-        bandwidth = Machine.bandwidth
+        bandwidth = Machine.bandwidth  # a single rank sends no messages
     if flops is not None and bandwidth is not None and not setup.remeasure:
         accelerated = torch.cuda.is_available()
-        return Speeds(
+        return Speeds(  # nothing is measured; the other values are typical
             flops=dict.fromkeys(_PRECISIONS, flops),
             stream=flops / (_FLOPS_PER_BYTE if accelerated else _HOST_FLOPS_PER_BYTE),
             bandwidth=bandwidth,
@@ -577,7 +539,7 @@ def _speeds(setup: PlanSetup, ranks: int) -> Speeds:
 
 
 def _published(setup: PlanSetup, accelerator: Accelerator, nodes: int) -> Machine:
-    """Return a `Machine` with the published values of `accelerator`, except where `setup` specifies other values."""
+    """Return a `Machine` with the values in `setup`, or else the published values of `accelerator`."""
     flops: Mapping[str, float] = accelerator.flops
     stream, host_bandwidth = accelerator.stream, setup.host_bandwidth
     if setup.flops is not None:

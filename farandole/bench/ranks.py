@@ -29,11 +29,11 @@ def result_of_ranks(
         argument: a function that maps the path of this file to the module's command-line argument.
         failure: the beginning of the message if a rank fails, such as "--check failed".
         advice: an alternative to put at the end of this message, such as ", or omit --check".
-        quiet: whether to omit the line on stderr that describes the division of the cores.
+        quiet: whether to omit the line on stderr that describes how the cores are divided.
 
     Raises:
         BenchError: if a rank fails.
-        SystemExit: with status 128 + N, if signal number N has stopped the ranks.
+        SystemExit: with status 128 + N, if signal N stopped the ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")

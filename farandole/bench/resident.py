@@ -3,8 +3,8 @@
 The files are described in proc_pid_status(5), proc_pid_smaps_rollup(5) and proc_pid_clear_refs(5).
 
 Ranks on a host share memory, and the kernel counts shared pages in every process that maps them.  The *proportional*
-size (PSS) divides every page among the processes that map it.  The kernel records the peak of private pages.  Shared
-pages stay constant during training, so their current proportional size is added to that peak.
+size (PSS) divides every page among the processes that map it.  The kernel does not record the peak of this size.
+Shared pages stay constant during training, so their current proportional size is added to the peak of private pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SELF = Path("/proc/self")
 
 
 def start_peak() -> None:
-    """Begin a new measurement: `peak_bytes` returns the peak since this call."""
+    """Reset the peak that `peak_bytes` returns."""
     (_SELF / "clear_refs").write_text("5")
 
 
@@ -37,14 +37,14 @@ def data_bytes(process: Path = _SELF) -> int:
 
 
 def library_bytes() -> int:
-    """Return the size in bytes of this process's pages of mapped files, mostly libraries.
+    """Return the resident size of the files that this process maps, mostly libraries, in bytes.
 
-    Other processes may map the same pages.
+    Other processes may share these pages.
     """
     return fields(_SELF / "status")["RssFile"]
 
 
 def fields(path: Path) -> dict[str, int]:
-    """Parse lines such as `Name:  123 kB` in a file in /proc; return the values in bytes, keyed by name."""
+    """Return a dict that maps names to bytes, from lines such as `Name:  123 kB` of a file in /proc."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}

@@ -11,11 +11,11 @@ from farandole.models.resnet import STRIDE, resnet_config
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Options of the training benchmark: the model, the work per rank, and the gradient reduction.
+    """Options of the training benchmark.
 
     In each step, each rank trains on `micro_batch` images of `image_size` x `image_size` pixels.  `autocast` enables
-    bf16 autocast.  The benchmark runs `num_warmup_batches` steps that are not measured.  Then it makes `num_iters`
-    measurements, each of which runs `num_batches_per_iter` steps.  Rank 0 writes the result to the file `json`.
+    bf16 autocast.  The benchmark runs `num_warmup_batches` steps that are not measured.  It then takes `num_iters`
+    measurements of `num_batches_per_iter` steps each.  Rank 0 writes the result to the file `json`.
     """
 
     framework: str = "pytorch"
@@ -33,7 +33,7 @@ class TrainingSetup:
 
     @property
     def title(self) -> str:
-        """Return the model's name as its authors spell it."""
+        """Return the model's name for the report, such as "ResNet50"."""
         return self.model.replace("resnet", "ResNet")
 
     def check(self) -> None:

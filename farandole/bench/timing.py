@@ -1,4 +1,4 @@
-"""Time calls on the ranks that measure this machine."""
+"""Measure the time of calls on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from farandole.launch.runtime import Runtime
 def measuring_rank() -> Iterator[Runtime]:
     """Initialize a rank for measurements, and yield its runtime.
 
-    The rank logs no stall warnings, because ranks wait for a long time on a machine that is busy with other programs.
+    The rank logs no stall warnings, because ranks may wait for a long time on a busy machine.
     """
     logging.getLogger("farandole").setLevel(logging.ERROR)
     with farandole.init() as runtime:
@@ -26,10 +26,10 @@ def measuring_rank() -> Iterator[Runtime]:
 
 
 def median_seconds(call: Callable[[], object], runtime: Runtime, turns: int, limit_s: float) -> float:
-    """Return the median time of `turns` calls of `call`, each of which starts on all ranks at the same time.
+    """Return the median time in seconds of `turns` calls of `call`.  This is a collective call.
 
-    An additional first call is not counted.  After `limit_s` seconds, no more calls are started, so there may be fewer
-    calls; if there is only the first call, its time is returned.  This is a collective call.
+    Each call starts on all ranks at the same time.  An additional first call is not counted.  After `limit_s`
+    seconds, no more calls are started.  If only the first call ran, its time is returned.
     """
     found: list[float] = []
     start = time.perf_counter()

@@ -2,16 +2,17 @@
 
 `farandole launch` starts `python -m farandole.bench.training SETUP`; under another launcher every rank calls `run`.
 
-A barrier precedes each measurement.  An efficiency is the throughput of the parallel run, *together*, divided by
-the throughput of the same training without communication.  There are two efficiencies, one for each of these runs:
+A barrier precedes each measurement.  The parallel run is called *together*.  A scaling efficiency is the throughput of
+the parallel run divided by the throughput of the same training without communication, in one of two runs:
 
 - *apart*: all ranks train at the same time, without communication.  They share caches, memory bandwidth and clock
   frequency as in the parallel run, so this ratio shows the cost of communication alone.
-- *alone*: only rank 0 trains, on its share of the cores, while the other ranks sleep.  This ratio also includes the
-  slowdown of a fully loaded machine.
+- *alone*: only rank 0 trains, on the same cores as in the parallel run, while the other ranks sleep.  This ratio
+  also includes the slowdown of a fully loaded machine.
 
-The throughput of *apart* is the mean over the ranks.  The throughput of the other runs follows from the time of the
-slowest rank.  The runs are interleaved, because times measured minutes apart on a shared machine are not comparable.
+The throughput of *apart* is the mean over the ranks.  The throughput of the other runs is computed from the time of
+the slowest rank.  The runs are interleaved, because times measured minutes apart on a shared machine are not
+comparable.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Figures:
 
     @property
     def spread(self) -> float:
-        """Return half the width of the interval that contains 95 % of the iterations, in images per second."""
+        """Return 1.96 standard deviations of the throughput, in images per second."""
         return CONFIDENCE * statistics.pstdev(self.values)
 
 
@@ -93,7 +94,6 @@ class _Benchmark:
         self.report()
 
     def trainings(self) -> dict[str, Training]:
-        """Build this rank's training runs, keyed by name: "together" and, if `setup.efficiency` is True, "apart"."""
         build = self.framework.build
         trainings = {"together": build(self.setup, self.runtime, self.setup.implementation)}
         if self.setup.efficiency:
@@ -101,10 +101,7 @@ class _Benchmark:
         return trainings
 
     def implementations(self, trainings: dict[str, Training]) -> dict[str, Callable[[int], None]]:
-        """Return the runs whose measurements are interleaved, keyed by name.
-
-        Each run is a function; its argument is the number of steps to train.
-        """
+        """Return a dict that maps the name of each run to a function that trains for n steps."""
 
         def steps(training: Training) -> Callable[[int], None]:
             def many(count: int) -> None:
@@ -120,10 +117,7 @@ class _Benchmark:
         return implementations
 
     def measure(self, name: str, implementation: Callable[[int], None]) -> float:
-        """Measure one iteration of a run, and return the throughput per rank in images per second.
-
-        This is a collective call, and its result is the same on all ranks.
-        """
+        """Measure one iteration, and return the images per second per rank.  This is a collective call."""
         comm = self.runtime.comm
         comm.barrier()
         started = time.perf_counter()
@@ -154,7 +148,7 @@ class _Benchmark:
             Path(self.setup.json).write_text(json.dumps(self.result(), indent=1) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """Return the JSON file's content: the measurements, the options, and a description of the job and machine."""
+        """Return the content of the JSON file."""
         ranks, means = self.runtime.size, {name: figures.mean for name, figures in self.figures.items()}
         result: dict[str, Any] = {
             "machine": machine(),
@@ -178,7 +172,7 @@ class _Benchmark:
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine: the processor, the number of cores, the versions of torch and farandole, and the date."""
+    """Return a description of this machine: processor, cores, software versions and date."""
     return {
         "processor": processor_name(),
         "cores": os.cpu_count(),

@@ -1,11 +1,12 @@
-"""Measure the all-reduce algorithms between hosts: the command `farandole tune`.
+"""Measure all-reduce algorithms between hosts, for the command `farandole tune`.
 
 `farandole launch` starts `python -m farandole.bench.tune SETUP`; under another launcher every rank calls `run`.
 
-The algorithms are measured between the first 2, 3, ... hosts, with one rank per host.  Their measurements are
-interleaved, and each algorithm has several turns.  In each turn, each rank computes the mean time of several
-consecutive calls.  The time of a turn is the mean time of the slowest rank; the result is the minimum over the turns.
-No barrier is needed between the calls, because an all-reduce cannot end before all ranks have started it.
+The algorithms are measured between the first 2, 3, ... hosts, with one rank per host.  Each algorithm is
+measured several times, alternating with the other algorithms.  In each measurement, each rank computes the mean time
+of several consecutive calls, and the maximum over the ranks is used.  The result is the minimum over the
+measurements.  No barrier is needed between the calls, because an all-reduce cannot end before all ranks have started
+it.
 
 If all ranks share one host, each rank simulates a host, and messages are passed through memory.
 """
@@ -59,7 +60,7 @@ class TuneSetup:
     Args:
         min: the smallest size in bytes.  Each further size is 4 times the previous size.
         max: the upper limit on the sizes in bytes.
-        turns: the number of turns per algorithm.
+        turns: the number of measurements per algorithm; only the fastest is used.
         link: the name of the link between the hosts; by default, a description of the transport.
         output: the file for the table, or None.
     """
@@ -84,7 +85,7 @@ class TuneSetup:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes to measure in bytes, each rounded down to a multiple of the element size."""
+        """Return the sizes to measure, in bytes, rounded down to multiples of the element size."""
         sizes, size = [], self.min
         while size <= self.max:
             sizes.append(size // 4 * 4)
@@ -166,11 +167,7 @@ class _Tuning:
                 print(f'# to use the table: farandole.comm.Options(table="{self.setup.output}") on all hosts')
 
     def algorithms(self) -> dict[int, dict[int, dict[str, float]]]:
-        """Measure each all-reduce algorithm between the first ranks of the hosts.
-
-        Returns:
-            The time in seconds for each number of hosts, size in bytes and algorithm: `times[hosts][size][algorithm]`.
-        """
+        """Return the time of each all-reduce in seconds: `times[hosts][size][algorithm]`."""
         runs: Runs = {}
         for hosts in range(2, len(self.members) + 1):
             ranks = [members[0] for members in self.members[:hosts]]
@@ -184,10 +181,6 @@ class _Tuning:
         return found
 
     def reduce(self, transport: WireTransport | None, size: int, name: str) -> None:
-        """All-reduce `size` bytes over `transport` with the algorithm `name`.
-
-        If `transport` is None, this rank does not participate.
-        """
         if transport is None:
             return
         try:
@@ -196,12 +189,7 @@ class _Tuning:
             transport.release()
 
     def leaders(self) -> dict[int, dict[int, float]]:
-        """Measure an all-reduce among all ranks of all hosts, with different numbers of leaders per host.
-
-        Returns:
-            The time in seconds for each size in bytes and number of leaders: `times[size][leaders]`.  If there is only
-            one host, or a host has only one rank, the dictionary is empty.
-        """
+        """Return the time in seconds of each all-reduce among all ranks: `times[size][leaders_per_host]`."""
         most = min(len(members) for members in self.members)
         if not self.spans or most < 2:
             return {}
@@ -222,13 +210,9 @@ class _Tuning:
         return found
 
     def take_turns(self, runs: Runs) -> dict[tuple[int, int, str], float]:
-        """Measure the functions in `runs` in turn, and return the time of each function in seconds.
-
-        The time of a turn is the time of the slowest rank, and the result is the minimum over the turns.  In each
-        round, every function has one turn.  A temporary disturbance therefore affects one turn of several functions,
-        not all turns of one function.
-        """
+        """Measure each function in `runs` several times, and return its minimum time in seconds."""
         least = dict.fromkeys(runs, math.inf)
+        # a temporary disturbance affects one turn of several runs, but not all turns of one run
         for turn in range(1 + self.setup.turns):
             for key, run in runs.items():
                 calls = max(1, min(_MOST_CALLS, _BYTES_PER_TURN // key[1])) if turn else 1
@@ -280,7 +264,7 @@ def report(link: Link) -> list[str]:
 
 
 def _typical_error(link: Link, name: str) -> float:
-    """Return the median relative error of the cost model of the algorithm `name`, in percent."""
+    """Return the median relative error of the algorithm's cost model, in percent."""
     errors = [
         abs(link.model(name, hosts, size) / times[name] - 1)
         for hosts, sizes in link.seconds.items()

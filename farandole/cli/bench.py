@@ -315,7 +315,7 @@ def serving(
 
 
 def run_or_refuse(name: str, measure: Callable[[Placement], int]) -> NoReturn:
-    """Call `measure` with the placement of this process, and exit with the status that it returns.
+    """Call `measure` with this process's placement, and exit with the returned status.
 
     A `BenchError` or a `LaunchError` is reported as one line that begins with the command `name`.
     """
@@ -355,17 +355,14 @@ def launched_ranks(ranks: int | None, placement: Placement) -> int | None:
 
 
 def default_ranks() -> int:
-    """Return the default number of ranks on this host; it is at least 2, because a single rank does not communicate."""
+    """Return the default number of ranks on this host, at least 2."""
     from farandole.launch.limits import offered_ranks
 
-    return max(2, offered_ranks())
+    return max(2, offered_ranks())  # a single rank does not communicate
 
 
 def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int:
-    """Run the training benchmark, and return the exit status.
-
-    If this process is a rank of a job, it runs that rank's measurement.  Otherwise, it launches the ranks.
-    """
+    """Run the training benchmark as this rank, or launch the ranks, and return the exit status."""
     from farandole.bench.frameworks import find_framework
     from farandole.bench.training import run
     from farandole.launch.local import launch
@@ -380,10 +377,7 @@ def _train(setup: TrainingSetup, ranks: int | None, placement: Placement) -> int
 
 
 def _communicate(setup: CollectivesSetup, ranks: int | None, placement: Placement) -> int:
-    """Run the collectives benchmark, and return the exit status.
-
-    If this process is a rank of a job, it runs that rank's measurement.  Otherwise, it launches the ranks.
-    """
+    """Run the collectives benchmark as this rank, or launch the ranks, and return the exit status."""
     from farandole.bench.collectives.backends import choose
     from farandole.bench.collectives.run import run, start
 

@@ -61,7 +61,7 @@ def explain(
 
 
 def sections() -> dict[str, str]:
-    """Return a dict that maps the title of each section of the troubleshooting page to its text, with links removed.
+    """Return a dict that maps section titles of the troubleshooting page to section texts without links.
 
     Each title is a part of an error message or warning.
     """
@@ -71,17 +71,17 @@ def sections() -> dict[str, str]:
 
 
 def causes() -> dict[str, str]:
-    """Return a dict that maps the title of each section to the cause of its message, in one sentence."""
+    """Return a dict that maps each section title to the cause of the message, in one sentence."""
     rows = re.findall(r"^\| \[(.+?)\]\(#.+?\) \| (.+?) \|$", page(), re.MULTILINE)
     return {title: cause.replace("`", "") for title, cause in rows}
 
 
 def name_of(title: str) -> str:
-    """Return the name by which messages refer to the section `title`; it is also the section's anchor on the page."""
+    """Return the anchor of the section `title`, which messages use as the section's name."""
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
 
 
 def matching(message: str, titles: Iterable[str]) -> list[str]:
-    """Return the titles whose name is `message` or, if there are none, the titles that `message` contains."""
+    """Return the titles of sections named `message`; if there are none, return the titles that occur in `message`."""
     named = [title for title in titles if name_of(title) == name_of(message)]
     return named or [title for title in titles if title.lower() in message.lower()]

@@ -151,7 +151,7 @@ def _generate_together(
     tensor: int,
     weights: str,
 ) -> None:
-    """Generate with the serving engine, which can process several prompts at once and shard the model across ranks."""
+    """Generate with the serving engine, which supports several prompts and several ranks."""
     from farandole.data.errors import DataError
     from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
@@ -187,25 +187,24 @@ def _generate_together(
 
 
 def _check_prompt(prompt: str) -> None:
-    """Raise `DataError` if `prompt` contains surrogates, which represent bytes in `sys.argv` that are not UTF-8."""
+    """Raise `DataError` if the prompt is not valid UTF-8."""
     from farandole.data.errors import DataError
 
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError as error:  # sys.argv represents invalid bytes as surrogates
         raise DataError(
             f"expected a prompt in UTF-8, found {prompt[error.start]!a} at character {error.start + 1}; correct the prompt"
         ) from None
 
 
 def _refuse(error: Exception) -> NoReturn:
-    """Print `error` to stderr, and exit with status 2."""
     typer.echo(f"farandole generate: {error}", err=True)
     raise typer.Exit(2) from None
 
 
 def _print_text(llm: LLM, prompt: str, sampling: Sampling) -> None:
-    """Print `prompt`, and then print the continuation piece by piece as it is generated."""
+    """Print the prompt, and then stream the continuation."""
 
     def write(text: str) -> None:
         sys.stdout.write(text)

@@ -85,7 +85,7 @@ def _properties() -> list[tuple[str, str]]:
 
 
 def _details() -> list[tuple[str, str]]:
-    """Return the additional lines of --report: names and values that can help to explain a failure."""
+    """Return the names and values that --report adds."""
     from farandole.data.wording import size
     from farandole.launch.control_groups import available_memory
     from farandole.launch.cores import processor_name
@@ -168,7 +168,7 @@ def _placement() -> str:
 
 
 def _launchers() -> str:
-    """List the available launchers: those on PATH, and those in the folder of this Python interpreter."""
+    """Return the launchers on PATH and in the folder of this Python interpreter."""
     next_to_python = str(Path(sys.executable).parent)
     on_path, off_path = [], []
     for name in ("farandole", "torchrun", "mpiexec", "mpirun", "srun"):

@@ -12,8 +12,8 @@ from pathlib import Path
 def command(*words: str) -> str:
     """Return the shell command that runs `farandole` with the arguments `words`.
 
-    The command starts farandole as the user started this process: by its name, by a path (`.venv/bin/farandole`) or as
-    a module (`python -m farandole`).
+    The command starts farandole in the same way as this process was started: by name, by path
+    (`.venv/bin/farandole`) or as a module (`python -m farandole`).
     """
     return shlex.join([*_program(), *words])
 

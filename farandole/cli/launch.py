@@ -22,17 +22,18 @@ RANK_OPTIONS = ("--ranks", "-n", "-np", "--num-proc")
 
 
 class LaunchCommand(Command):
-    """`farandole launch`, which rejects unsupported options of horovodrun and torchrun and suggests alternatives."""
+    """The command `farandole launch`.
+
+    For unsupported options of horovodrun and torchrun, error messages suggest alternatives.
+    """
 
     elsewhere = ALTERNATIVES
 
 
 def _reject(param: typer.CallbackParam, given: bool) -> None:
-    """Raise BadParameter if the user gave the horovodrun option `param`, and suggest the alternative.
-
-    The options -cb and -prefix-timestamp are declared only for this purpose.  Otherwise, each would be parsed as
-    several single-letter options.
-    """
+    """Raise BadParameter, which suggests an alternative, if the user passed the horovodrun option `param`."""
+    # -cb and -prefix-timestamp are declared only to be rejected; otherwise, they would be parsed as several
+    # single-letter options
     if given:
         raise typer.BadParameter(f"not supported: {ALTERNATIVES[param.opts[0]]}")
 
@@ -325,16 +326,7 @@ def _hosts(hosts: str | None, hostfile: Path | None, ranks: int | None) -> list[
 
 
 def _rendezvous(address: str | None, host: str | None, port: int | None, nodes: int) -> str | None:
-    """Return the rendezvous address HOST:PORT, or None if no option specifies it.
-
-    Args:
-        address: the value of --rendezvous.
-        host: the value of --master-addr.
-        port: the value of --master-port.
-
-    Raises:
-        LaunchError: if the options conflict or are incomplete.
-    """
+    """Return the rendezvous address HOST:PORT, or None if no option specifies it."""
     from farandole.launch.hosts import LOOPBACK
     from farandole.launch.placement import LaunchError
 
@@ -348,7 +340,7 @@ def _rendezvous(address: str | None, host: str | None, port: int | None, nodes: 
 
 
 def _only_with_hosts(**given: object) -> None:
-    """Raise LaunchError if an option in `given` has a value; these options require --hosts or --hostfile."""
+    """Raise LaunchError if any of these options is given; they require --hosts or --hostfile."""
     from farandole.launch.placement import LaunchError
 
     for name, value in given.items():
@@ -378,11 +370,7 @@ def _check_torchrun(
 
 
 def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
-    """Return the number of ranks to start on this host.
-
-    The number follows from --ranks or --nproc-per-node.  If both are None, there is one rank per accelerator, or else
-    one per core.
-    """
+    """Return the number of ranks to start on this host."""
     from farandole.launch.limits import offered_accelerators, offered_ranks
     from farandole.launch.placement import LaunchError
 
@@ -411,7 +399,7 @@ def _ranks_here(ranks: int | None, per_node: str | None, nodes: int) -> int:
 
 
 def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
-    """Print a note if `arguments`, which are passed to the program `target`, contain --ranks or one of its synonyms."""
+    """Print a note if the program's arguments contain --ranks or a synonym."""
     word = next((word for word in arguments if word.split("=")[0] in RANK_OPTIONS), None)
     if ranks is None and word is not None:
         typer.echo(
@@ -421,5 +409,5 @@ def _hint(target: str, arguments: list[str], ranks: int | None) -> None:
 
 
 def _set_variables(**values: object) -> None:
-    """Set the environment variable HOROVOD_NAME for each keyword argument NAME whose value is not None."""
+    """Set the environment variable HOROVOD_NAME for each argument NAME that is not None."""
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None})

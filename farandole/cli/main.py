@@ -85,16 +85,16 @@ def _options(
 def horovodrun() -> None:
     """Run `farandole launch` with the arguments of a horovodrun command, and end the process.
 
-    The program may import `horovod`.  This function is the entry point of the script farandole-horovodrun.  The name
+    The program can import `horovod`.  This function is the entry point of the script farandole-horovodrun.  The name
     horovodrun would conflict with Horovod's own script.
     """
     main(["launch", "--horovod-shim", *sys.argv[1:]])
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the `farandole` command with the arguments `words` (default: this process's arguments), and end the process.
+    """Run the `farandole` command with the arguments `words`, and end the process.
 
-    Ctrl-C ends the process without a traceback.
+    By default, `words` contains the arguments of this process.  Ctrl-C ends the process without a traceback.
     """
     try:
         app(words, prog_name="farandole")

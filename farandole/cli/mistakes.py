@@ -13,7 +13,7 @@ from farandole.cli.parameters import parameters_of
 
 
 class CommandGroup(TyperGroup):
-    """A command with subcommands that suggests similar names for an unknown subcommand."""
+    """A command group that suggests similar names for an unknown subcommand."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"suggest_commands": False})
@@ -30,9 +30,9 @@ class CommandGroup(TyperGroup):
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the name in `known` that is most similar to `name`, and the next name if it is almost as similar.
+    """Return up to two names in `known` that are similar to `name`, the most similar first.
 
-    If no name is similar, return an empty list.
+    The second name is returned only if it is almost as similar as the first.
     """
     found = difflib.get_close_matches(name, known, 2)
     ratios = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
@@ -40,7 +40,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 class Command(TyperCommand):
-    """A subcommand that explains mistakes and checks that the modules it needs are installed.
+    """A subcommand that explains invalid arguments, and checks that the required modules are installed.
 
     Help texts show the placeholders from `parameters.py`, such as N, unless a parameter specifies its `metavar`.
     """
@@ -69,7 +69,7 @@ class Command(TyperCommand):
             raise
 
     def _explain_number(self, error: Any, ctx: Any, args: list[str]) -> None:
-        """If `error` reports an invalid number, add the valid range, and the option as the user spelled it."""
+        """Add the valid range, and the option as the user spelled it, to an error about an invalid number."""
         parameter = self._parameters.get(getattr(error.param, "name", ""))
         if parameter is None or parameter.kind not in (int, float):
             return
@@ -124,7 +124,7 @@ class Command(TyperCommand):
 def with_value(args: Sequence[str], option: str, known: Collection[str], default: str) -> list[str]:
     """Return `args` with `default` inserted after `option` if no value follows the option.
 
-    The next argument is considered a value if it is in `known`, or is similar to a name in `known`.
+    The next argument is a value if it is equal or similar to a name in `known`.
     """
     found: list[str] = []
     for number, argument in enumerate(args):
@@ -135,7 +135,10 @@ def with_value(args: Sequence[str], option: str, known: Collection[str], default
 
 
 class KeysCommand(Command):
-    """A subcommand whose arguments include KEY=VALUE; for an unknown option, it may suggest a configuration key."""
+    """A subcommand whose arguments include KEY=VALUE.
+
+    The error for an unknown option may suggest a configuration key.
+    """
 
     def _answer(self, name: str) -> str:
         from farandole.train.config import known_keys, unknown_key

@@ -23,14 +23,14 @@ class Parameter:
 
     @property
     def placeholder(self) -> str | None:
-        """The placeholder for the value in help texts, or None for a flag."""
+        """Return the placeholder for the value in help texts, or None for a flag."""
         if self.kind is bool:
             return None
         return "N" if self.kind in (int, float) else self.name.upper()
 
     @property
     def expected(self) -> str:
-        """The values that the parameter accepts, such as "an integer of at least 1"."""
+        """Return a description of the valid values, such as "an integer of at least 1"."""
         noun = "an integer" if self.kind is int else "a number"
         least, most = (
             limit if limit is None else str(int(limit)) if self.kind is int else f"{limit:g}"
@@ -54,7 +54,10 @@ class Parameter:
 
 
 def parameters_of(callback: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return a dict that maps names to the parameters of a command, except parameters that have a custom parser."""
+    """Return a dict that maps the names of a command's parameters to their descriptions.
+
+    Parameters with a custom parser are omitted.
+    """
     found = {}
     for name, annotation in get_type_hints(inspect.unwrap(callback), include_extras=True).items():
         if get_origin(annotation) is not Annotated:

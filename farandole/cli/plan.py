@@ -24,7 +24,7 @@ ONLY_SERVING = ("memory_bandwidth", "prompt_tokens", "output_tokens", "max_runni
 
 
 class PlanCommand(KeysCommand):
-    """`farandole plan`; the value of its option --accelerators may be omitted."""
+    """The command `farandole plan`; the value of the option --accelerators may be omitted."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; --accelerators without a known name means the default accelerator."""
@@ -340,15 +340,13 @@ def plan(
 
 
 def _stage(stages: list[int]) -> list[str]:
-    """Return the configuration override for `--zero` if it names one stage; other keys may require this stage."""
+    """Return the override of `plan.zero` if --zero names exactly one stage, else an empty list."""
+    # other keys may require this stage
     return [f"plan.zero={stages[0]}"] if len(stages) == 1 and stages[0] in range(4) else []
 
 
 def _check_words(words: list[str]) -> None:
-    """Raise ConfigError if the configuration in `words` is invalid.
-
-    This check does not import torch, so errors are reported quickly.  Hugging Face models are not checked.
-    """
+    """Check the configuration in `words` without importing torch; raise ConfigError if it is invalid."""
     from farandole.train.config import load_config
     from farandole.train.start import read_request
 
@@ -358,7 +356,7 @@ def _check_words(words: list[str]) -> None:
 
 
 def _check_options(context: typer.Context, *, serve: bool) -> None:
-    """Raise BenchError if an option is not supported with --serve, or if it requires --serve and --serve is missing."""
+    """Raise BenchError for options that conflict with --serve, or that require --serve if it is not given."""
     from farandole.bench.options import BenchError
 
     for name in context.params:
@@ -373,17 +371,12 @@ def _check_options(context: typer.Context, *, serve: bool) -> None:
 
 
 def _refuse(error: Exception) -> NoReturn:
-    """Print `error` to stderr, and exit with status 2."""
     typer.echo(f"farandole plan: {error}", err=True)
     raise typer.Exit(2) from None
 
 
 def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int | None) -> int:
-    """Print the plans, write the requested files, and return the exit status.
-
-    If `steps` is not None, also check the first plan by training for this number of steps.  The exit status is 1 if no
-    plan fits, or if the predicted and measured peak memory of a rank differ by more than the tolerance.
-    """
+    """Print and write the plans, check the first plan if `steps` is given, and return the exit status."""
     from rich.console import Console
 
     from farandole.bench import plan_table
@@ -405,10 +398,7 @@ def _answer(setup: PlanSetup, json: str | None, picture: str | None, steps: int 
 
 
 def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bool) -> int:
-    """Print the predictions for a server, and return the exit status: 0 if at least one configuration fits, else 1.
-
-    If `is_checked` is True, also serve the model, and print the measurements next to the predictions.
-    """
+    """Print the predictions for a server, check them if `is_checked`, and return the exit status."""
     from pathlib import Path
 
     from rich.console import Console
@@ -434,11 +424,6 @@ def _answer_serving(setup: ServingPlanSetup, json: str | None, *, is_checked: bo
 
 
 def _write(planned: Planned, json: str | None, picture: str | None) -> None:
-    """Write the plans to the files `json` and `picture`, unless they are None.
-
-    Raises:
-        BenchError: if a file cannot be written.
-    """
     from pathlib import Path
 
     from farandole.bench.options import BenchError

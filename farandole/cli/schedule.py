@@ -20,7 +20,7 @@ _PICTURE = "schedule.png"
 
 
 class ScheduleCommand(Command):
-    """`farandole schedule`; the value of its option --draw may be omitted."""
+    """The command `farandole schedule`; the value of the option --draw may be omitted."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; --draw without a file uses the default file."""
@@ -166,11 +166,7 @@ def _costs(forward: str, input_: str, weight: str, activation: str, send: float,
 def _simulate(
     names: Sequence[str], ranks: int, micro_batches: int, costs: Costs, options: dict[str, int]
 ) -> list[Timeline]:
-    """Simulate schedules, print the results, and return the timelines.
-
-    If `names` is not empty, the timelines of the named schedules are printed.  Otherwise, a table of all schedules is
-    printed.  Each of `options` is passed to the schedules that support it.
-    """
+    """Simulate schedules (all if `names` is empty), print the results, and return the timelines."""
     from farandole.parallel.pipeline.draw import summary, text
     from farandole.parallel.pipeline.schedule import ScheduleError, build, named, registered
     from farandole.parallel.pipeline.simulate import simulate
@@ -223,10 +219,7 @@ def _table(timelines: Sequence[Timeline], reasons: dict[str, str], ranks: int, m
 
 
 def _search(ranks: int, micro_batches: int, costs: Costs, memory: float) -> list[Timeline]:
-    """Search for the fastest schedule, and return its timeline.
-
-    The timeline is printed, followed by a table that compares the schedule with the registered schedules.
-    """
+    """Search for the fastest schedule, print it, and return its timeline."""
     from farandole.parallel.pipeline.draw import summary, text
     from farandole.parallel.pipeline.search import search
 

@@ -27,9 +27,9 @@ any number of KEY=VALUE arguments with full key names: steps=1000 model.width=38
 
 
 class TrainCommand(KeysCommand):
-    """`farandole train`, where --resume is a flag and the run to resume is an argument.
+    """The command `farandole train`, which accepts `--resume=RUN` as well as `--resume RUN`.
 
-    For convenience, `--resume=RUN` is accepted instead of `--resume RUN`.
+    The option --resume is a flag, and RUN is an argument.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -132,11 +132,7 @@ def train(
 
 
 def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> int:
-    """Train a model, and return the exit status.
-
-    If this process is a rank of a job, it trains as that rank.  Otherwise, it checks the configuration, the data and
-    the memory, and then launches the ranks unless `dry_run` is True.
-    """
+    """Train as this rank, or check the run and launch the ranks, and return the exit status."""
     from farandole.launch.environments import find_placement
     from farandole.launch.limits import offered_ranks
     from farandole.launch.placement import ALONE
@@ -182,10 +178,7 @@ def _train(words: list[str], ranks: int | None, resume: bool, dry_run: bool) -> 
 
 
 def _check_task(config: TrainConfig) -> None:
-    """Create the task and discard it.
-
-    This reports errors before the ranks start, and caches the tokens for the ranks.
-    """
+    """Create and discard the task, to report errors early and to cache the tokens for the ranks."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -208,7 +201,7 @@ def _check_task(config: TrainConfig) -> None:
 
 
 def _launch(job_spec: TrainingJobSpec, ranks: int) -> int:
-    """Run the ranks, print a command that the user may want to run next, and return the exit status of the ranks."""
+    """Run the ranks, print a command to run next, and return the ranks' exit status."""
     from farandole.launch.local import launch
 
     status = launch("farandole.train.run", [job_spec.dump()], ranks=ranks, module=True)

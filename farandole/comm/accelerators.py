@@ -1,6 +1,7 @@
 """Detect ranks that share a CUDA device, and prepare CUDA tensors for communication through the host.
 
-NCCL does not support several ranks on one device.  The tensors of such ranks are therefore copied to the host.
+NCCL does not support several ranks on one device.  Tensors of ranks that share a device are therefore copied to the
+host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def visible_devices() -> list[str]:
 
 
 def must_share(hosts: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Return whether any host with CUDA devices has fewer devices than ranks, so that ranks must share a device.
+    """Return whether any host with CUDA devices has more ranks than devices.
 
     `hosts[h][r]` lists the devices that are visible to rank r of host h.
     """
@@ -52,8 +53,8 @@ def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
 def staged(tensors: Sequence[Tensor]) -> bool:
     """Return whether `tensors` must be communicated through copies on the host.
 
-    If the result is True, this function first waits for the kernels that compute the tensors, because the copies may be
-    made by another thread, which does not use the caller's stream.
+    Before it returns True, this function waits for the kernels that compute the tensors, because the
+    copies may be made by another thread.  That thread does not use the caller's stream.
     """
     if "cuda" in dense.reachable:  # set for a CUDA-aware MPI, which needs no host copies
         return False

@@ -21,7 +21,7 @@ def read(value: Array) -> Tensor:
     The tensor shares the memory of `value`, unless `value` is a read-only array, which is copied.
 
     Raises:
-        TypeError: for a tensor without memory, such as a fake tensor, and for objects of other types.
+        TypeError: if `value` is neither a tensor nor an array, or is a tensor without memory, such as a fake tensor.
     """
     if isinstance(value, Tensor):
         return plain(value)

@@ -31,9 +31,9 @@ class Batch:
         self._messages.append((False, written(tensor), source, tag))
 
     def start(self) -> list[dist.Work]:
-        """Post the messages that have been added, and return their work objects.
+        """Post the added messages, and return their work objects.
 
-        There is one work object per message; for messages that NCCL sends, there is only one per device.
+        There is one work object per message, or one per device with NCCL.
         """
         messages, self._messages = self._messages, []
         if not any(tensor.is_cuda for _, tensor, _, _ in messages):

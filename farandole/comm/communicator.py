@@ -34,8 +34,9 @@ class Communicator:
     ready.  With `async_op=True` they return a `torch.distributed.Work` immediately; do not modify the tensors before
     `Work.wait()` has returned.  Every method also accepts NumPy arrays and writes results to them in place.
 
-    The input and the output may use the same memory: an operation works in place if this rank's parts of the input and
-    of the output have the same address.  If the input overlaps the output in any other way, the input is copied first.
+    The input and the output may share memory.  An operation runs in place if this rank's part of the input has the same
+    address as this rank's part of the output.  If the input overlaps the output in any other way, the input is copied
+    first.
 
         comm = farandole.init().comm
         gradients = comm.empty(1_000_000)          # shared memory: reduced in place, no copies
@@ -45,8 +46,8 @@ class Communicator:
     runs the operation again with the same tensors.
 
     Args:
-        group: A process group of any backend.  If several communicators use the same `farandole` group, all
-            ranks must make the calls on these communicators in the same overall order.
+        group: A process group of any backend.  If several communicators use the same `farandole` group, the order
+            of all their calls must be the same on all ranks.
     """
 
     group: dist.ProcessGroup
@@ -160,10 +161,10 @@ class Communicator:
         self.dispatcher.close()
 
     def abort(self, note: str = "") -> None:
-        """Immediately leave a group that was created by `split` or `create_group`; its pending calls on this rank fail.
+        """Immediately leave a group that was created by `split` or `create_group`.
 
-        On other ranks, calls that wait for this rank raise `RankLeft` with the text `note`.  With torch's own backends,
-        this rank only closes its connections.
+        Pending calls of the group on this rank fail.  On other ranks, calls that wait for this rank raise `RankLeft`
+        with the text `note`.  With torch's own backends, this rank only closes its connections.
         """
         self.dispatcher.abort(note)
 
@@ -294,10 +295,9 @@ class Communicator:
         output: Array | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce the tensors of ranks 0 to `rank`, where `rank` is this rank, in place or into `output` (MPI_Scan).
+        """Reduce the tensors of all ranks up to and including this rank, in place or into `output` (MPI_Scan).
 
-        If `exclusive` is True, the tensor of this rank is excluded (MPI_Exscan).  On rank 0, there is then nothing to
-        reduce, and the output keeps its values.
+        If `exclusive` is True, the tensor of this rank is excluded (MPI_Exscan), and rank 0's output is unchanged.
         """
         _no_average(op)
         return self._reducing(table.SCAN, *_in_place(tensor, output), op, exclusive, async_op=async_op)
@@ -348,7 +348,7 @@ class Communicator:
         counts: Sequence[int] | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Copy `inputs[i]` on rank `root` to `tensor` on rank i, for every i; ranks other than `root` omit `inputs`.
+        """Copy `inputs[i]` from rank `root` to `tensor` on rank i; other ranks omit `inputs`.
 
         If the tensors have different lengths, all ranks must pass `counts`, the number of elements for each rank.
         """
@@ -499,7 +499,7 @@ class Communicator:
         return Batch(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool, any_rank: bool = False) -> dist.Work:
-        """Start sending `tensor` to rank `peer` or, if `sends` is False, receiving into `tensor` from rank `peer`.
+        """Start sending `tensor` to rank `peer` if `sends` is True, else start receiving into `tensor` from `peer`.
 
         If `any_rank` is True, the message is received from any rank, and `peer` is ignored.
         """
@@ -522,13 +522,13 @@ class Communicator:
         return objects.all_gather(self, value)
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """Return the `value` of rank `root`, which must be picklable; the values of other ranks are ignored."""
+        """Return the picklable `value` of rank `root`; the values of other ranks are ignored."""
         return objects.broadcast(self, value, root)
 
     # ---- calls ----
 
     def _path(self, async_op: bool) -> Any:
-        """Return the fast path, whose methods handle common cases and return None in all other cases."""
+        """Return the fast path; its methods return None for unsupported calls."""
         return self._direct_async if async_op else self._direct
 
     def _run(
@@ -582,7 +582,7 @@ class Communicator:
 
 
 def _in_place(tensor: Array, output: Array | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs and the inputs of an operation that reads `tensor` and writes `output` (default: `tensor`)."""
+    """Return the lists of outputs and inputs; without `output`, both contain `tensor`."""
     if output is not None:
         return [written(output)], [read(tensor)]
     both = written(tensor)

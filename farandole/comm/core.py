@@ -34,8 +34,8 @@ Parts = Sequence[Tensor]
 class Core(Protocol):
     """The interface of all implementations: operations on dense tensors within one group of ranks.
 
-    If `returns_work` is False, each collective blocks until it is complete on this rank.  If `returns_work` is True, it
-    returns a pending `torch.distributed.Work` instead.
+    If `returns_work` is False, each collective blocks until it is complete on this rank.  If `returns_work` is True,
+    each collective returns a pending `torch.distributed.Work`.
 
     The argument `reduction` is an index into `dtypes.REDUCTION_NAMES`, and `flags` is a combination of flags of
     `farandole.native`.  Tensors that are reduced have real dtypes.  The caller runs one collective at a time, and
@@ -52,7 +52,7 @@ class Core(Protocol):
         """Return whether this implementation supports the devices and the layouts of all `tensors`."""
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a function that runs `operation` with `arguments`; it can be called repeatedly.
+        """Return a reusable function that runs `operation` with `arguments`.
 
         Args:
             operation: The name of a method of this class.
@@ -65,7 +65,7 @@ class Core(Protocol):
         """Return the name of the algorithm for `operation` on `nbytes` bytes per rank; see `Communicator.algorithm`."""
 
     def check(self, status: Any) -> None:
-        """Raise an exception if `status`, the result of a function that `prepare` returned, indicates a failure.
+        """Raise an exception if `status`, returned by a prepared function, indicates a failure.
 
         If `status` is pending work, first wait for its completion.
         """
@@ -82,7 +82,7 @@ class Core(Protocol):
         """
 
     def reduce_scatter(self, output: Tensor, inputs: Parts, reduction: int, flags: int) -> Any:
-        """Reduce `inputs` over all ranks, and store this rank's part in `output`.
+        """Reduce `inputs` over all ranks, and store this rank's part of the result in `output`.
 
         The parts may have different lengths.
         """
@@ -116,9 +116,9 @@ class Core(Protocol):
         """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> Any:
-        """Reduce the inputs of ranks 0 to `rank` into `output`, where `rank` is this rank.
+        """Reduce the inputs of all ranks up to and including this rank into `output`.
 
-        If `exclusive` is True, the input of this rank is excluded; on rank 0, `output` then keeps its values.
+        If `exclusive` is True, the input of this rank is excluded, and `output` on rank 0 is unchanged.
         """
 
     def barrier(self, flags: int) -> Any:
@@ -139,7 +139,7 @@ class Core(Protocol):
         """Whether all ranks can share memory, so that `allocate_shared` is supported."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> Tensor:
-        """Return an uninitialized tensor in the kind of memory for which operations are fastest, such as shared memory.
+        """Return an uninitialized tensor in the memory that makes operations fastest, such as shared memory.
 
         This is a collective call.
         """
@@ -158,7 +158,7 @@ class Core(Protocol):
     def subgroup(self, members: Sequence[int]) -> Core | None:
         """Create a group of the ranks `members`, and return its implementation.
 
-        Exactly these ranks call this method.  The result is None if torch must create the group.
+        Exactly these ranks must call this method.  The result is None if torch must create the group.
         """
 
     @property
@@ -166,7 +166,7 @@ class Core(Protocol):
         """Whether the group has been destroyed."""
 
     def whereabouts(self) -> str:
-        """Describe the current call, and the ranks for which it waits, for an error message."""
+        """Return the current call and the ranks for which the call waits, as text for an error message."""
 
     def set_roles(self, roles: Sequence[str]) -> None:
         """Set the role that error messages and warnings of this process show for each rank.
@@ -187,10 +187,10 @@ class Core(Protocol):
         """Make the pending calls of this process fail."""
 
     def rest(self, patience_s: float) -> bool:
-        """Complete pending sends and cancel pending receives.
+        """Complete pending sends and cancel pending receives, within `patience_s` seconds.
 
         Returns:
-            Whether no message is pending at the end.  This call takes at most `patience_s` seconds.
+            True if no message is pending at the end.
         """
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class Core(Protocol):
 
 
 class GroupCore:
-    """The base class of the implementations that are based on a `HostGroup` or an `MpiGroup`."""
+    """The base class of the implementations that use a `HostGroup` or an `MpiGroup`."""
 
     name = "farandole"
     returns_work = False
@@ -240,7 +240,7 @@ class GroupCore:
         return "shared memory"
 
     def prepare(self, operation: str, *arguments: Any) -> Callable[[int], Any]:
-        """Return a function that runs the method `operation` with `arguments` and `flags`; see `Core.prepare`."""
+        """Return a function of `flags` that runs the method `operation` with `arguments`; see `Core.prepare`."""
         method = partial(getattr(self, operation), *arguments)
 
         def call(flags: int) -> None:
@@ -250,7 +250,7 @@ class GroupCore:
         return call
 
     def scan(self, output: Tensor, input: Tensor, reduction: int, exclusive: bool, flags: int) -> None:
-        """Gather the inputs of all ranks, and reduce the inputs of ranks 0 to this rank; see `Core.scan`."""
+        """Gather all inputs, and reduce the inputs of the ranks up to this rank; see `Core.scan`."""
         rows = input.new_empty(self.size, input.numel())
         cast(Core, self).all_gather([rows], input, flags)
         last = self.rank - exclusive
@@ -260,7 +260,7 @@ class GroupCore:
     def agree(self, call: CallRecord, flags: int) -> None:
         """Check that all ranks make the same call, before an inner torch process group runs the call.
 
-        This default implementation checks nothing; MPI groups use it.
+        This implementation, which MPI groups use, checks nothing.
         """
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
@@ -291,11 +291,8 @@ class GroupCore:
         return core
 
     def invalidate(self, reason: str) -> None:
-        """Make later calls in a forked child process fail; the handle of the group belongs to the parent process.
-
-        `reason` is the text of the error.
-        """
-        self.host.handle = None
+        """Make later calls in a forked child process fail with the error text `reason`."""
+        self.host.handle = None  # the handle belongs to the parent process
         self.messages.invalidate(reason)
 
     def rest(self, patience_s: float) -> bool:

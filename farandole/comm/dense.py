@@ -103,7 +103,7 @@ def copy_back(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
 
 
 def separate_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `tensors`, but with a copy of each tensor whose memory overlaps an earlier tensor."""
+    """Return `tensors`, but replace each tensor that overlaps an earlier tensor in memory with a copy."""
     taken: list[tuple[int, int]] = []
     separate = []
     for tensor in tensors:
@@ -127,7 +127,10 @@ def overlaps(start: int, length: int, other: int, other_length: int) -> bool:
 
 
 def parts_of(tensors: Sequence[Tensor], number: int) -> list[tuple[int, int]]:
-    """Return the address and byte size of each tensor or, for a single tensor, of each of its `number` equal parts."""
+    """Return the address and the size in bytes of each tensor.
+
+    If there is only one tensor, return the address and the size of each of its `number` equal parts.
+    """
     if len(tensors) > 1 or number == 1:
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     start, length = tensors[0].data_ptr(), tensors[0].nbytes // number

@@ -146,13 +146,13 @@ def with_own_call(
 
 
 def same_call(a: Call, b: Call) -> bool:
-    """Return whether two call records are equal: call number, operation, dtype, reduction, root, count and layout."""
+    """Return whether two call records are equal."""
     names = ("index", "operation", "type", "op", "root", "count", "layout")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def describe_whereabouts(calls: Mapping[int, Call], reader: int, membership: Membership) -> str:
-    """Describe the current call of rank `reader`, and list the ranks on its host that have not started this call."""
+    """Describe the current call of rank `reader`, and list the ranks on its host that have not started the call."""
     own = calls[reader]
     behind = [
         f"{membership.rank(rank)} has not arrived (its last call was {describe_call(call, membership)})"
@@ -209,12 +209,7 @@ def _numbered(call: Call, membership: Membership) -> str:
 
 
 def _place(theirs: Call, reported: Call, membership: Membership) -> str:
-    """Return where a rank died or left, as a phrase such as "in all_reduce(...)" or "before its first call in ...".
-
-    Args:
-        theirs: The last call of the rank that died or left.
-        reported: The call in which another rank was waiting for that rank.
-    """
+    """Return when a rank with the last call `theirs` died or left, as text such as "in all_reduce(...)"."""
     if theirs.operation == Operation.NOTHING:
         return f"before its first call in {membership.group}"
     call = describe_call(theirs, membership)

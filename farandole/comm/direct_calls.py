@@ -38,10 +38,12 @@ _STRIDED = torch.strided
 class DirectCalls:
     """The fast path for blocking operations on dense CPU tensors.
 
-    A method does nothing and returns None (`send` and `recv` return False) if the fast path does not apply, that is, if
-    other calls are pending or a tensor is not a dense CPU tensor of the expected size.  The caller must then use
-    `Operation.call`, which handles every case and raises an error for invalid arguments.  A reduction is given by name
-    or by the hash of a torch `ReduceOp`, because comparing two `ReduceOp`s takes a microsecond.
+    The fast path does not apply if other calls are pending, or if a tensor is not a dense CPU tensor of the expected
+    size.  A method then does nothing and returns None (`send` and `recv` return False), and the caller must use
+    `Operation.call`, which handles every case and raises an error for invalid arguments.
+
+    Reductions are passed as names or as hashes of torch `ReduceOp`s, because comparing two `ReduceOp` objects takes a
+    microsecond.
     """
 
     _group: Any = None
@@ -107,9 +109,9 @@ class DirectCalls:
         return self._between(self._all_gather, input, output, count, plan, self._rank)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work | None:
-        """Split `input` into equal parts along dimension 0, and send part r to rank r.
+        """Send part j of `input` to rank j, and receive part i of `output` from rank i.
 
-        Part r of `output` receives the part that rank r sends to this rank.
+        The parts have equal sizes along dimension 0.
         """
         plan = _MOVING.get(getattr(input, "dtype", None))
         if plan is None or not isinstance(output, Tensor):
@@ -126,19 +128,25 @@ class DirectCalls:
     # ---- point-to-point ----
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Send `tensor`; return True when `tensor` may be modified again, or False if the fast path does not apply."""
+        """Send `tensor`, or return False if the fast path does not apply.
+
+        When this method returns True, `tensor` may be modified.
+        """
         return self._is_message(tensor, peer) and self._messages.send(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Receive into `tensor`; return True when the message has arrived, or False if the fast path does not apply."""
+        """Receive into `tensor`, or return False if the fast path does not apply.
+
+        When this method returns True, the message has arrived.
+        """
         return self._is_message(tensor, peer) and self._messages.recv(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> Work | None:
-        """Start sending `tensor` to rank `peer` if `sends` is set, else start receiving `tensor` from `peer`.
+        """Start sending `tensor` to rank `peer` if `sends` is True, else start receiving into `tensor` from `peer`.
 
         Return None if the fast path does not apply.
         """
@@ -178,12 +186,7 @@ class DirectCalls:
         plan: tuple[int, ...],
         place: int | None = None,
     ) -> Work | None:
-        """Call `function` with `source` and `target`, which may overlap only if the call is in place.
-
-        A call is in place if the smaller tensor is one of the equal parts of the larger tensor, and `source` starts
-        `place` parts after the start of `target` (before it if `place` is negative).  `place` is None if the operation
-        has no in-place form.
-        """
+        """Call `function` with `source` and `target`, which may overlap only if the call is in place."""
         if (
             source.dtype is not target.dtype
             or not (source.is_cpu and target.is_cpu)
@@ -230,7 +233,7 @@ class DirectCalls:
     def _execute(
         self, outputs: Sequence[Tensor], input: Tensor | None, function: Any, *arguments: Any
     ) -> Work | None:
-        """Call the C function `function`, or return None without calling it if other calls are pending."""
+        """Call the C function `function`, or return None if other calls are pending."""
         if not self._enter():
             return None
         try:
@@ -323,8 +326,10 @@ class DirectMethods(DirectCalls):
 
 
 def _disturbs(source: Tensor, target: Tensor, place: int | None) -> bool:
-    """Return whether the tensors overlap but the call is not in place; `Operation` then copies the source."""
+    """Return whether the tensors overlap and the call is not in place."""
     start, end, length, other = source.data_ptr(), target.data_ptr(), source.nbytes, target.nbytes
+    # in place: the smaller tensor is an equal part of the larger tensor, and `source` starts `place` parts after
+    # `target` (before `target` if negative); `place` is None if the operation has no in-place form
     in_place = place is not None and start - end == place * min(length, other)
     return overlaps(start, length, end, other) and not in_place
 

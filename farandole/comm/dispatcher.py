@@ -30,8 +30,8 @@ class Dispatcher:
     Args:
         core: The implementation for the group.
         name: The name of the group in error messages.
-        fallback: The torch process group for CPU tensors that `core` does not support.
-        device_fallback: The torch process group for CUDA tensors that `core` does not support.
+        fallback: The implementation for CPU tensors that `core` does not support.
+        device_fallback: The implementation for CUDA tensors that `core` does not support.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Dispatcher:
         return self.fallback_for(tensor for each in tensors for tensor in each)
 
     def fallback_for(self, tensors: Iterable[Tensor]) -> TorchCore:
-        """Return the torch process group for tensors that `core` does not support."""
+        """Return the implementation for tensors that `core` does not support."""
         chosen = self.fallback
         if self.device_fallback is not None and any(tensor.is_cuda for tensor in tensors):
             chosen = self.device_fallback
@@ -133,13 +133,13 @@ class Dispatcher:
         return PersistentOperation(self, core, call, outputs, inputs)
 
     def made(self, make: Callable[[int], Tensor]) -> Tensor:
-        """Wait for all earlier calls, run `make`, which allocates a tensor collectively, and return the tensor."""
+        """Run the collective allocation `make` after all earlier calls, and return the tensor."""
         made: list[Tensor] = []
         self.queue.run(lambda flags: made.append(make(flags)), [])
         return made[0]
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in the kind of memory in which operations are fastest.
+        """Return an uninitialized tensor in the memory that makes operations fastest.
 
         Every rank must call this method.
         """
@@ -175,7 +175,7 @@ class Dispatcher:
                 fallback.close()
 
     def abort(self, note: str = "") -> None:
-        """Leave the group immediately, and fail the pending calls of all threads of this process.
+        """Leave the group immediately; all pending calls of this process fail.
 
         Other ranks report `note` as the reason.
         """
@@ -189,11 +189,11 @@ class Dispatcher:
     def abandon(self, note: str, patience_s: float) -> None:
         """Leave the group at program exit, but do not free its memory.
 
-        The threads of the group are stopped.  The other ranks are notified, with `note` as the reason, unless the
-        implementation can complete calls during program exit and all pending calls and messages complete in time.
+        Stop the threads of the group, and notify the other ranks.  Implementations that can complete calls during
+        program exit do not notify the other ranks if all pending calls and messages complete in time.
 
         Args:
-            note: The reason that other ranks report.
+            note: The reason shown in the errors of the other ranks.
             patience_s: How long to wait for pending calls and for pending messages, in seconds.
         """
         if self._invalid:
@@ -214,10 +214,7 @@ class Dispatcher:
             self.core.invalidate(reason)
 
     def _rest(self, patience_s: float) -> bool:
-        """Wait for pending calls and messages; return whether all completed in time.
-
-        The limit is `patience_s` seconds for calls, and another `patience_s` seconds for messages.
-        """
+        """Wait up to `patience_s` seconds each for calls and for messages; return whether all completed."""
         return self.queue.close(patience_s) and self.core.rest(patience_s)
 
 

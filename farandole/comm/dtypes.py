@@ -61,7 +61,7 @@ REDUCTIONS: dict[int, int] = {hash(op): number for number, op in enumerate(REDUC
 def reducible(dtype: torch.dtype, reduction: int) -> bool:
     """Return whether the C core supports a reduction for a dtype.
 
-    Floats do not support bitwise reductions, and booleans do not support averages.
+    Floating-point dtypes do not support bitwise reductions, and bool does not support averages.
     """
     if dtype not in _REDUCIBLE:
         return False

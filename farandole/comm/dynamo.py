@@ -3,8 +3,8 @@
 While a compiled function runs, Dynamo intercepts every Python frame, including frames started by C++ code: for example,
 DDP's reducer calls `ProcessGroup.broadcast`.  Dynamo cannot trace the attributes of a process group.
 
-`torch.compiler.disable` would import `torch._dynamo`, which takes a second, and wrap each method, which slows down
-every call.  `exclude_from_dynamo` marks code objects instead and does not slow down calls.
+`torch.compiler.disable` would import `torch._dynamo`, which takes a second.  It would also wrap each method, which
+slows down every call.  `exclude_from_dynamo` marks code objects instead and does not slow down calls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def exclude_from_dynamo(cls: _Class) -> _Class:
-    """Exclude the methods of `cls`, and all functions that they call, from Dynamo; return `cls`.
+    """Exclude the methods of `cls`, and all functions called by the methods, from Dynamo; return `cls`.
 
-    This function is a class decorator.  Compiled code may still read the properties of `cls`, and Dynamo treats their
-    values as constants.  For example, torch 2.11 reads `group_name`.
+    This function is a class decorator.  Compiled code may still read the properties of `cls`, such as `group_name` in
+    torch 2.11.  Dynamo treats the values as constants.
     """
     for member in vars(cls).values():
         for function in _functions(member):

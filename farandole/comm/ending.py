@@ -36,11 +36,11 @@ class Abandonable(Protocol):
     """A group that the process can leave at program exit."""
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Leave the group: notify the other ranks and fail the pending calls of this process.
+        """Leave the group: notify the other ranks, and end the pending calls of this process.
 
         Args:
-            note: The reason that other ranks report.
-            patience_s: How long pending calls may take to complete, in seconds.
+            note: The reason shown in the errors of the other ranks.
+            patience_s: How long to wait for pending calls, in seconds.
         """
 
 
@@ -56,7 +56,7 @@ def remember_failure(error: BaseException, note: str) -> None:
 
 
 def with_cause(note: str) -> str:
-    """Return `note`; if this process has recently seen another rank fail, add that failure as the cause.
+    """Return `note`, followed by the failure that `remember_failure` has recently recorded, if any.
 
     Ranks that are waiting for this rank then report the rank that failed first.
     """

@@ -2,9 +2,10 @@
 
 An endpoint is bootstrapped once through the job's store, to which every rank publishes its identity.  Each process has
 an arena in shared memory, which the other ranks on its host map.  If there are several hosts, every rank listens on a
-port and publishes its address.  Groups are created over the endpoint: every member reserves memory in its arena, and
-the group's first rank collects the addresses, assigns a number to the group, and sends the addresses and the number to
-the members.
+port and publishes its address.
+
+To create a group, every member reserves memory in its arena and sends the offset of the memory to the group's first
+rank.  The first rank assigns a number to the group, and sends the number and all offsets to the members.
 """
 
 from __future__ import annotations
@@ -69,10 +70,8 @@ class Process:
 
 @functools.cache
 def _arena(process: int) -> tuple[Segment, int]:
-    """Return the arena of this process and the size of the arena in bytes.
-
-    The first call creates the arena.  `process` is the process ID, so a forked child creates an arena of its own.
-    """
+    """Create the arena of this process; return the arena and its size in bytes."""
+    # `process`, the process ID, is the key of the cache: a forked child creates its own arena
     core, size = native.library(), ARENA_BYTES
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     for limit in limits:
@@ -120,7 +119,11 @@ class Endpoint:
     def bootstrap(
         cls, store: dist.Store, rank: int, size: int, timeout: timedelta, who: str, interface: str | None
     ) -> Endpoint:
-        """Connect to the other ranks; raise `CannotShareMemory` on all ranks if any rank cannot use the C core."""
+        """Connect to the other ranks.
+
+        Raises:
+            CannotShareMemory: on all ranks, if any rank cannot use the C core.
+        """
         rendezvous = Rendezvous(store, rank, size, timeout, who)
         reason, handle, fields = native.why_unavailable() or "", None, {}
         if not reason:
@@ -170,7 +173,7 @@ class Endpoint:
         # other ranks may already send messages; the C core buffers messages for groups that are not open yet
 
     def _map_local_arenas(self) -> str:
-        """Map the arenas of this host's ranks; return "" on success, else the reason for the failure."""
+        """Map the arenas of this host's ranks; return the reason for a failure, else an empty string."""
         for rank in next(ranks for ranks in self.hosts if self.rank in ranks):
             process, descriptor = self.processes[rank], -1
             try:
@@ -189,10 +192,7 @@ class Endpoint:
         return ""
 
     def _listen(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
-        """Listen for connections and exchange addresses with the other ranks.
-
-        The ranks authenticate connections with the job key and a session token, which rank 0 publishes in the store.
-        """
+        """Listen for connections, and exchange addresses with the other ranks."""
         assert self.address is not None
         size, family = len(self.processes), socket.AF_INET6 if ":" in self.address else socket.AF_INET
         listener = socket.create_server((self.address, 0), family=family, backlog=min(size, 4096))
@@ -217,6 +217,7 @@ class Endpoint:
                 f"rank {lonely[0]} (process {process.pid} on {process.name}) has no address that other hosts can "
                 f"reach; enable a network interface on that host, or set GLOO_SOCKET_IFNAME to the name of an interface"
             )
+        # the job key and the session token of rank 0 authenticate connections
         own, secret = socket_address(self.address, 0), derive(key or "", f"session {places[0]['session']}")
         failed = self.core.frd_tcp_open(
             self._handle, listener.detach(), own, len(own), secret, timeout.total_seconds()
@@ -231,7 +232,7 @@ class Endpoint:
             )
 
     def _check_keys(self, fingerprints: Sequence[str]) -> None:
-        """Raise ValueError unless all ranks have the same job key or none has a key."""
+        """Raise ValueError if the ranks have different job keys, or if only some ranks have a key."""
         other = next((r for r, each in enumerate(fingerprints) if each != fingerprints[0]), None)
         if other is not None:
             without = [r for r in (0, other) if not fingerprints[r]]
@@ -261,10 +262,10 @@ class Endpoint:
 
         Args:
             members: The members' ranks in the job, in the order of their group ranks.
-            global_ranks: The members' rank numbers in error messages.
+            global_ranks: The members' global ranks, for error messages.
             name: A name that distinguishes groups that are created at the same time.
             who: The name of the group in error messages.
-            timeout: The group's timeout, which also limits the creation of the group.
+            timeout: The group's timeout, which also applies to the creation of the group.
             signature: A 32-bit number that must be equal on all members.
 
         Raises:
@@ -314,7 +315,7 @@ class Endpoint:
     def shares_devices(self, members: Sequence[int]) -> bool:
         """Return whether any host of these members has at least one CUDA device but fewer devices than ranks.
 
-        Every rank on the host counts, even if it is not a member, because the device that a rank uses is unknown.
+        Ranks that are not members also count, because the device that a rank uses is unknown.
         """
         used = {self.processes[member].host for member in members}
         hosts = [[self.processes[rank].devices for rank in ranks] for ranks in self.hosts]
@@ -327,15 +328,10 @@ class Endpoint:
     def _agree(
         self, members: Sequence[int], name: str, who: str, timeout: timedelta, block: int, signature: int
     ) -> tuple[int, list[int]]:
-        """Agree with the other members on a number for the new group.
-
-        Returns:
-            The number, and the `block` of each member: the offset of the memory that the member has reserved in its
-            arena.
-        """
+        """Agree with the other members on the group's number; return it and the arena offsets of all blocks."""
         leader, tag = members[0], zlib.crc32(name.encode()) & 0x7FFFFFFF
         deadline = time.monotonic() + timeout.total_seconds()
-        record = struct.Struct("=QII")  # block, signature, checksum of the list of members
+        record = struct.Struct("=QII")  # block (offset in the arena), signature, checksum of the member list
         checksum = zlib.crc32(struct.pack(f"={len(members)}I", *members))
         own = record.pack(block, signature, checksum)
         # context, rank that differs, kind of difference, blocks

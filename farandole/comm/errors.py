@@ -18,7 +18,7 @@ class CommunicationError(Documented, RuntimeError):
 class RankDied(CommunicationError):
     """Raised if a rank's process ended without leaving its groups, for example because it was killed or crashed.
 
-    Also raised if the connection to the rank was lost, or the rank's host does not respond.
+    Also raised if the connection to the rank was lost, or the rank's host did not respond.
     """
 
     _section = "rankdied"

@@ -2,9 +2,8 @@
 
 Within a host, shared memory holds the cause.  Between hosts, a closed connection does not reveal why it was closed.
 The rank that detects a failure therefore writes the cause to the group's store, unless the store already contains a
-cause.  Then the rank notifies the ranks on other hosts to which it is connected.  A rank that is notified, or that
-finds a connection closed, reads the cause from the store.  A rank that leaves the group also records its departure in
-the store.
+cause.  The rank then notifies all connected ranks on other hosts.  A rank that is notified, or that finds a
+connection closed, reads the cause from the store.  A rank that leaves the group also records this in the store.
 
 The store may be unreachable, so a rank waits at most `PATIENCE_S` for an answer.
 """
@@ -38,7 +37,7 @@ Answer = TypeVar("Answer")
 
 
 class FailureConsensus:
-    """Publishes and finds the failure that all ranks of a group report."""
+    """Publishes a group's failure in the store, and reads the failure that another rank published."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
@@ -46,19 +45,19 @@ class FailureConsensus:
         self._size = size
 
     def publish(self, error: CommunicationError) -> CommunicationError:
-        """Publish this failure unless a failure has already been published; return the published failure."""
+        """Publish `error` unless another failure is already published; return the published failure."""
         own = json.dumps({"kind": type(error).__name__, "text": str(error)})
         found = self._ask(lambda: self._store.compare_set(_KEY, "", own))
         return error if found is None or _as_bytes(found) == own.encode() else _to_error(_as_bytes(found))
 
     def find(self, gone: int | None) -> CommunicationError | None:
-        """Return the failure published by another rank; wait briefly for the failure to be published.
+        """Wait briefly for another rank to publish a failure; return the failure.
 
         Args:
             gone: The rank whose connection was closed, or None.
 
         Returns:
-            The failure, or None if no failure was published in time.
+            The published failure, a `RankLeft` if rank `gone` has left the group, or None if neither is found in time.
         """
 
         wait_s = PATIENCE_S - _POLL_S if gone is None else CLOSED_S
@@ -77,7 +76,7 @@ class FailureConsensus:
         return _to_error(found) if isinstance(found, bytes) else found
 
     def leave(self, words: str) -> None:
-        """Publish that this rank is leaving the group, with the reason `words`.
+        """Publish that this rank is leaving the group, with `words` as the error message for other ranks.
 
         The last rank to leave deletes the group's keys from the store.
         """
@@ -91,10 +90,7 @@ class FailureConsensus:
         self._ask(publish)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """Call `question`, which queries the store, and return its answer.
-
-        Return None if the store does not answer within `PATIENCE_S`.
-        """
+        """Return the result of `question`, or None if the store does not answer within `PATIENCE_S`."""
         answers: list[Answer] = []
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Torch process groups (`TorchCore`), which replace the C core if it is missing or does not support a tensor."""
+"""Torch process groups, which are used if the C core is missing or does not support a tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def has_nccl() -> bool:
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str | None
 ) -> dist.ProcessGroupGloo:
-    """Return a Gloo group that listens on `address`, or, if None, on the address to which this host's name resolves."""
+    """Return a Gloo group that listens on `address` (None: the address to which this host's name resolves)."""
     if address is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
@@ -79,11 +79,14 @@ def torch_device_group(
 
 
 def local_group(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a torch group of the global ranks `ranks`, which are members of `parent`; only `ranks` call this function.
+    """Return a torch group of the global ranks `ranks`; only these ranks call this function.
+
+    The ranks must be members of `parent`.
 
     `new_group(use_local_synchronization=True)` derives the group name from the number of groups that a rank has
     created.  Ranks that have created different numbers of groups would choose different names and wait for each other
-    forever.  This function therefore derives the name from the number of groups with the same ranks.
+    forever.  This function therefore derives the name from the number of groups that it
+    has created for the same ranks.
     """
     assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, Counter())
@@ -105,7 +108,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.Weak
 
 
 class TorchCore:
-    """A `Core` over any torch process group, such as Gloo or NCCL; its methods return torch's work objects.
+    """A `Core` that uses a torch process group, such as Gloo or NCCL.  Its methods return torch's work objects.
 
     Args:
         make: A function that returns the group; all ranks call this function on first use of the group.
@@ -204,14 +207,11 @@ class TorchCore:
 
     @property
     def _is_gloo(self) -> bool:
-        """Whether the group uses Gloo on the CPU."""
         return isinstance(self.group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
 
     def _exchange_and_reduce(self, output: Tensor, input: Tensor, reduction: int) -> dist.Work:
-        """Exchange the parts of `input` and reduce this rank's part.
-
-        Torch's own implementation all-reduces all parts and therefore sends twice as many bytes.
-        """
+        """Send part r of `input` to rank r, and reduce the received parts into `output`."""
+        # torch's own implementation all-reduces all parts and therefore sends twice as many bytes
         parts = input.new_empty((self.size, output.numel()))
         inference = torch.is_inference_mode_enabled()  # required for writing inference tensors
 
@@ -290,7 +290,7 @@ class TorchCore:
         return COMPLETED
 
     def barrier(self, flags: int) -> dist.Work:
-        """Block until every rank has called this method."""
+        """Start a barrier; return a work object that completes when every rank has called this method."""
         return self.group.barrier()
 
     # ---- point-to-point ----
@@ -304,7 +304,7 @@ class TorchCore:
         return self.group.recv([tensor], peer, tag) if peer >= 0 else self.group.recv_anysource([tensor], tag)
 
     def post_batch(self, messages: Sequence[tuple[bool, Tensor, int, int]]) -> list[dist.Work]:
-        """Start sends and receives together.
+        """Start a batch of sends and receives.
 
         Outside a batch, NCCL runs messages one after the other, so two ranks that both send first would deadlock.
 
@@ -344,7 +344,7 @@ class TorchCore:
         """Return None, because torch must create the group."""
 
     def whereabouts(self) -> str:
-        """Return a description with the backend name; torch does not expose the current call."""
+        """Return a description that contains only the backend name; torch does not expose the current call."""
         return f"a {self.name} call"
 
     def set_roles(self, roles: Sequence[str]) -> None:
@@ -367,7 +367,7 @@ class TorchCore:
         """Do nothing; torch's calls end when their timeout expires."""
 
     def rest(self, patience_s: float) -> bool:
-        """Return True; torch's threads end with the group."""
+        """Return True; torch's threads end when the group is destroyed."""
         return True
 
     def close(self) -> None:
@@ -385,7 +385,7 @@ def _options(kind: type, **fields: Any) -> Any:
 
 
 def _first_of(group: dist.ProcessGroup, *names: str) -> Callable[..., dist.Work]:
-    """Return the first method in `names` that `group` has; the available methods depend on the version of torch."""
+    """Return the first method in `names` that `group` has; the methods differ between torch versions."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
@@ -396,7 +396,7 @@ def _pad(tensor: Tensor, count: int) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return the tensors padded to equal length, as Gloo requires, or None if the lengths are already equal."""
+    """Return the tensors padded to equal length for Gloo, or None if the lengths are already equal."""
     longest = max(part.numel() for part in parts)
     if all(part.numel() == longest for part in parts):
         return None

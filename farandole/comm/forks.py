@@ -1,4 +1,4 @@
-"""Invalidation of groups in forked processes, which cannot use the groups of their parent.
+"""Invalidates groups in forked processes, which cannot use the groups of their parent.
 
 A child has copies of its parent's sockets and mappings, but none of the parent's threads.  Calls in the child would
 write to the parent's slot in shared memory, and open sockets in the child would hide the parent's death from other
@@ -17,14 +17,17 @@ class Forked(Protocol):
     """An object that must not be used in a forked child."""
 
     def invalidate(self, reason: str) -> None:
-        """Fail all later calls with `reason`; called in the child while it has only one thread."""
+        """Make all later calls fail with the message `reason`.
+
+        This is called in the child while it has only one thread.
+        """
 
 
 _registered: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def invalidate_after_fork(item: Forked) -> None:
-    """Call `item.invalidate` in every child forked later."""
+    """Register `item` so that every child forked later calls `item.invalidate`."""
     _registered.add(item)
 
 

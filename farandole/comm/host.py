@@ -18,10 +18,11 @@ from farandole.comm.errors import RankLate
 
 @functools.cache
 def host_identity() -> str:
-    """Return a string that is equal for processes with the same kernel, user, and PID, network and UTS namespaces.
+    """Return a string that identifies this host.
 
-    Containers on one machine count as different hosts, because process IDs are not valid in other namespaces.  Tests
-    use namespaces to simulate hosts.
+    The string is equal for processes with the same kernel, the same user, and the same PID, network and UTS
+    namespaces.  Containers on one machine count as different hosts, because a process ID is valid only in its PID
+    namespace.  Tests use namespaces to simulate hosts.
     """
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "uts")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -30,7 +31,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True)
 class SegmentName:
-    """The name of a memory file: the process and descriptor that hold it open, and its inode."""
+    """Identifies a memory file by a process, the descriptor of the file in that process, and the file's inode."""
 
     pid: int
     descriptor: int
@@ -67,8 +68,8 @@ def open_segment(name: SegmentName) -> int:
     """Return a descriptor for another process's memory file.
 
     Raises:
-        OSError: if the file does not exist, is not accessible, or belongs to another user.  (Without the check of the
-            owner, root could open the file of any user.)
+        OSError: if the file does not exist, is not accessible, or belongs to another user.  (Without the ownership
+            check, root could open any user's file.)
     """
     descriptor = os.open(f"/proc/{name.pid}/fd/{name.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     found, user = os.fstat(descriptor), os.geteuid()

@@ -1,7 +1,7 @@
-"""The ranks of a group on this host: C core operations on memory addresses, and errors that name ranks.
+"""The ranks of a group on this host, and C core operations on memory addresses.
 
-This layer manages membership and shared memory and converts status codes to exceptions.  `core.py` adds tensors, and
-`work.py` adds asynchronous calls.
+This layer manages membership and shared memory, and converts status codes to exceptions that name ranks.  `core.py`
+adds tensors, and `work.py` adds asynchronous calls.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class HostGroup:
     """The ranks of one group on this host.
 
     `members` lists the group ranks of the processes on this host, and `group_rank` is this process's rank in the
-    group.  `rank` and `size` refer to this host only, as do the collectives of the C core.  Messages can be sent to any
-    rank in the group.
+    group.  `rank` and `size` refer to this host only, and the C core's collectives run only on this host.  Messages
+    can be sent to any rank in the group.
     """
 
     def __init__(
@@ -179,8 +179,7 @@ class HostGroup:
     def wait_message(self, message: int, seconds: float, flags: int) -> int:
         """Wait up to `seconds` seconds for `message` and return its outcome.
 
-        If the message is still pending after this time, the outcome is `Status.PENDING` if `flags` contains `TRY`,
-        else a failure.
+        If the message is then still pending, the outcome is `Status.PENDING` if `flags` contains `TRY`, else a failure.
         """
         outcome: int = self._wait_message(self._group, c_void_p(message), c_double(seconds), flags)
         return outcome
@@ -210,7 +209,7 @@ class HostGroup:
         raise error
 
     def _shared_reason(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """Return the exception for the cause on which all hosts agree, and notify the other hosts of the failure."""
+        """Notify the other hosts of the failure; return the exception on which all hosts agree."""
         assert self.consensus is not None
         found = None
         late_elsewhere = failure.status == Status.LATE and failure.culprit not in self.members
@@ -222,7 +221,7 @@ class HostGroup:
         return found
 
     def _with_link(self, failure: Failure, error: CommunicationError) -> CommunicationError:
-        """Return `error`; if it reports a late rank on another host, add whether that host responds."""
+        """Return `error`; if it reports a late rank on another host, append whether that host responds."""
         silence_s = self.core.frd_silence(self.handle, failure.culprit)
         if failure.status != Status.LATE or silence_s < 0:
             return error
@@ -254,10 +253,7 @@ class HostGroup:
             warn(describe_stall(self.membership.rank(self.group_rank), waited_s, timeout_s, f"in {text}"))
 
     def _waited_message(self, rank: int) -> Call | None:
-        """Return the send or receive in which a rank is waiting.
-
-        Return None if the rank is not waiting or is on another host.
-        """
+        """Return the send or receive that `rank` is waiting for; None if there is none or `rank` is on another host."""
         call = Call()
         with self._closing:
             if not self.handle or rank not in self.members:
@@ -277,7 +273,7 @@ class HostGroup:
 
     @property
     def call_timeout_s(self) -> float:
-        """How long the current call may wait for other ranks, in seconds."""
+        """The timeout of the current call, in seconds."""
         return self._call_timeout_s or self.timeout_s
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:
@@ -369,13 +365,13 @@ class HostGroup:
 
 
 def _pages(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the size of a tensor in bytes, rounded up to a multiple of the page size and at least one page."""
+    """Return the size of a tensor in bytes, rounded up to a whole number of pages (at least one)."""
     page = os.sysconf("SC_PAGE_SIZE")
     return max(1, -(-math.prod(shape) * dtype.itemsize // page)) * page
 
 
 def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor backed by the memory of `part`; the tensor keeps `part` and its mapping alive."""
+    """Return a tensor in the memory `part`; the tensor keeps this memory alive."""
     elements = math.prod(shape)
     if not elements:
         return torch.empty(*shape, dtype=dtype, device="cpu")
@@ -385,7 +381,7 @@ def _tensor_in(part: ctypes.Array[ctypes.c_char], shape: Sequence[int], dtype: t
 def _weakly(
     group: HostGroup, method: Callable[[HostGroup, float, float], None]
 ) -> Callable[[float, float], None]:
-    """Return a callback for the C core that calls `method` with `group`, but does not keep `group` alive."""
+    """Return a callback that calls `method` with `group`, but does not keep `group` alive."""
     reference = weakref.ref(group)
 
     def call(waited_s: float, timeout_s: float) -> None:

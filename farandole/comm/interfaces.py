@@ -12,7 +12,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface (Linux)
 
 
 def interface_addresses() -> dict[str, str]:
-    """Return a dictionary that maps each interface with an IPv4 address to that address."""
+    """Return a dict that maps the names of this host's interfaces to their IPv4 addresses."""
     found = {}
     for _, name in socket.if_nameindex():
         try:
@@ -32,7 +32,7 @@ def own_address(store: Any, interface: str | None) -> str:
     """Return the address at which other hosts reach this host.
 
     If `interface` is None, return the address from which this host sends packets to the store's host.  If this address
-    is unknown or is a loopback address, return the address of any other interface.  Return a loopback address only if
+    is unknown or is a loopback address, return the address of another interface.  Return a loopback address only if
     there is no other address, because other machines cannot reach it.
 
     Raises:

@@ -32,8 +32,9 @@ class MessagePassing(Protocol):
 
     A message is described by the address and the size of its memory, by the C core's number for its dtype (`kind`), by
     a peer and by a tag.  `post_send` and `post_recv` return a message object, or None if a send is already complete.
-    Other methods return the outcome of a message: `Status.PENDING`, success or a failure, which `source_of` raises.
-    After any outcome other than `Status.PENDING`, the message object must not be used again.
+    `send`, `recv`, `test_message` and `wait_message` return the outcome of a message: `Status.PENDING`, success, or a
+    failure, which `source_of` raises.  After any outcome other than `Status.PENDING`, the message object must not be used
+    again.
     """
 
     timeout_s: float
@@ -45,10 +46,10 @@ class MessagePassing(Protocol):
         """Post a receive of `nbytes` bytes from rank `peer`, or from any rank if `peer` is -1."""
 
     def send(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Send `nbytes` bytes and block until the buffer may be modified; return an outcome, 0 for success."""
+        """Send `nbytes` bytes and block until the buffer may be modified; return the outcome, 0 for success."""
 
     def recv(self, address: int, nbytes: int, kind: int, peer: int, tag: int, flags: int) -> Any:
-        """Receive `nbytes` bytes and block until they have arrived; return an outcome."""
+        """Receive `nbytes` bytes and block until they have arrived; return the outcome."""
 
     def test_message(self, message: Any) -> Any:
         """Return the outcome of a message, or `Status.PENDING`."""
@@ -56,8 +57,7 @@ class MessagePassing(Protocol):
     def wait_message(self, message: Any, seconds: float, flags: int) -> Any:
         """Wait up to `seconds` seconds for `message` and return its outcome.
 
-        If the message is still pending after this time, the outcome is `Status.PENDING` if `flags` contains `TRY`,
-        else a failure.
+        If the message is then still pending, the outcome is `Status.PENDING` if `flags` contains `TRY`, else a failure.
         """
 
     def cancel_message(self, message: Any) -> None:
@@ -68,7 +68,7 @@ class MessagePassing(Protocol):
 
 
 class MessageWork(FarandoleWork):
-    """A pending send or receive, which progresses even if no thread waits for it."""
+    """A send or receive that progresses even if no thread waits for it."""
 
     _outcome: OutcomeFuture | None = None
     _thread: threading.Thread | None = None  # completes the future
@@ -93,7 +93,7 @@ class MessageWork(FarandoleWork):
         self._lock = _thread.allocate_lock()  # held by the waiting thread
 
     def is_completed(self) -> bool:
-        """Return whether the message has failed, or the tensor may be modified (send) or read (receive)."""
+        """Return whether the message is complete or has failed."""
         if self._message is None:
             return True
         if not self._lock.acquire(False):
@@ -141,10 +141,7 @@ class MessageWork(FarandoleWork):
         return True
 
     def _complete(self, outcome: Any) -> None:
-        """Store the outcome of the message, and raise the exception if the message failed.
-
-        If the message was received into a separate buffer, copy the data to the tensor.
-        """
+        """Store the outcome and copy received data to the tensor; raise an exception if the message failed."""
         try:
             self._source = self._host.source_of(outcome)
             if not self.sends and self._buffer is not self._tensors[0]:
@@ -173,13 +170,13 @@ class MessageWork(FarandoleWork):
                 self._lock.release()
 
     def fail(self, error: CommunicationError) -> None:
-        """Mark the message as failed without calling the implementation."""
+        """Mark the message as failed without calling the C core or MPI."""
         self._lock = _thread.allocate_lock()  # the thread that held the lock may not exist in this process
         if self._message is not None:
             self._message, self._error = None, error
 
     def at_rest(self) -> bool:
-        """Return whether the message is complete and no thread uses it any longer."""
+        """Return whether the message is complete and no thread is using it."""
         return self.is_completed() and (self._thread is None or not self._thread.is_alive())
 
     def source_rank(self) -> int:
@@ -213,7 +210,7 @@ class MessageWork(FarandoleWork):
 
 
 class Messages:
-    """The pending messages of one group; keeps the tensor of each message alive until the message is complete."""
+    """The pending messages of one group.  The tensor of a message stays alive until the message is complete."""
 
     def __init__(self, host: MessagePassing) -> None:
         self._host = host
@@ -306,7 +303,7 @@ class Messages:
         self._open, self._blocked = {}, {}
 
     def close(self, patience_s: float) -> bool:
-        """Cancel receives and complete sends; return whether all messages completed within `patience_s` seconds."""
+        """Cancel pending receives and complete pending sends; return False if `patience_s` seconds pass first."""
         self._closed = "the group was destroyed and cannot send or receive messages"
         deadline = time.monotonic() + patience_s
         for work in list(self._open.values()):

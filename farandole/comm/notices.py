@@ -20,7 +20,7 @@ def warn_once(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Log `text` as a warning with the prefix `farandole: `; without a handler, `logging` writes to standard error."""
+    """Log `text` as a warning with the prefix `farandole: `."""
     _log.warning("farandole: %s", text)
 
 
@@ -28,8 +28,8 @@ class StallWarning:
     """A warning that names the ranks that this rank is waiting for.
 
     Args:
-        describe: A function that returns the text, or "" if another rank logs the warning.  The argument is the time in
-            seconds that this rank has waited.
+        describe: A function that returns the text, or "" if another rank logs the warning.  Its argument is this
+            rank's waiting time in seconds.
     """
 
     def __init__(self, describe: Callable[[float], str]) -> None:

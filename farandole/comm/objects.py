@@ -1,7 +1,7 @@
 """Collectives on picklable Python objects.
 
 Small objects are sent in one collective with fixed-size messages.  If any object does not fit, a second collective
-sends the objects.
+sends all objects.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ Who = Literal["all", "root", "others"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the table; the method of `Core` with this `name` runs the operation.
+    """One row of the table of operations.
 
-    The arguments of that method are the outputs, the inputs, the constants and the flags.  `root` is the position of
-    the root rank in the constants.
+    The method of `Core` with this `name` runs the operation.  The arguments of the method are the outputs, the
+    inputs, the constants and the flags.  `root` is the index of the root rank in the constants.
     """
 
     name: str
@@ -113,10 +113,7 @@ class Operation:
         return outputs, inputs
 
     def _disturbs_inputs(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Return whether the outputs overlap the inputs in a way that could overwrite data before it is read.
-
-        This rank's own part may occupy the same memory in the inputs and the outputs; the operation is then in place.
-        """
+        """Return whether writing the outputs could overwrite inputs that have not yet been read."""
         addressable = (
             tensor.layout is torch.strided and is_dense(tensor, core.returns_work)
             for tensor in (*outputs, *inputs)
@@ -127,6 +124,7 @@ class Operation:
         writes = parts_of(outputs, core.size if self.writes == "parts" else 1)
         if not overlaps(*span_of(reads), *span_of(writes)):
             return False
+        # this rank's own part may occupy the same memory in the inputs and the outputs (in-place operation)
         own = core.rank if self.reads == "parts" else 0, core.rank if self.writes == "parts" else 0
         return any(
             overlaps(*read, *write) and not (read == write and (i, o) == own)
@@ -168,11 +166,7 @@ class Operation:
         root: int | None,
         counts: Sequence[int] | None,
     ) -> None:
-        """Check the sizes of the tensors for a gather or a scatter; raise ValueError if they are wrong.
-
-        The root must pass one tensor per rank.  The tensor for rank r must have `counts[r]` elements, or, if `counts`
-        is None, as many elements as this rank's own tensor.
-        """
+        """Raise ValueError unless the tensors for a gather or a scatter have the correct sizes."""
         parts, (own,) = (outputs, inputs) if self.writes == "parts" else (inputs, outputs)
         if counts is not None:
             same_count(self.name, "the list of counts", len(counts), "the group", core.size)
@@ -201,18 +195,14 @@ class Operation:
                 )
 
     def _scaled(self, core: Core, tensors: Sequence[Tensor], constants: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the constants; if tensors are passed as bytes, convert element counts to bytes."""
+        """Return the constants; if tensors are passed as bytes, convert element counts to byte counts."""
         if core.returns_work and self in (GATHER, SCATTER) and constants[-1] is not None:
             width = tensors[0].element_size()
             return *constants[:-1], [count * width for count in constants[-1]]
         return constants
 
     def _arranged(self, core: Core, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the tensor arguments for the `Core` method that runs this operation.
-
-        In reductions, complex tensors are viewed as pairs of real numbers.  In other operations of a torch process
-        group, the tensors are viewed as bytes.
-        """
+        """Return the tensor arguments for the `Core` method, viewed as real numbers or bytes if necessary."""
         if self.reduces or core.returns_work:  # Gloo does not support all types
             view = as_real if self.reduces else as_bytes
             # one view per tensor, so an in-place operation remains in place
@@ -301,7 +291,7 @@ def same_type(call: str, tensors: Sequence[Tensor]) -> None:
 
 
 def same_count(call: str, what: str, found: int, which: str, expected: int) -> None:
-    """Raise ValueError unless two counts are equal."""
+    """Raise ValueError unless `found` equals `expected`."""
     if found != expected:
         raise ValueError(f"{call}: expected equal counts, got {found} for {what} and {expected} for {which}")
 

@@ -1,4 +1,4 @@
-"""Reduction of matrix rows in a fixed order, for collectives that gather values and reduce them locally.
+"""Reduce the rows of a matrix in a fixed order, for collectives that gather values and reduce locally.
 
 16-bit floats are accumulated in fp32 and rounded once, as in the C core.  The C core's kernels are used if available.
 """
@@ -19,11 +19,11 @@ _BLOCK = 4096  # the 16-bit codecs accept any block length that the C core suppo
 
 
 def reduce_rows(rows: Tensor, reduction: int) -> Tensor:
-    """Reduce over dimension 0, from the first row to the last.
+    """Reduce `rows` over dimension 0, in row order.
 
     Args:
         rows: A contiguous tensor with at least one row.  Its values may be overwritten.
-        reduction: The C core's number for the reduction.  Integer averages are truncated toward zero.
+        reduction: The index of the reduction in `REDUCTION_NAMES`.  Integer averages are truncated toward zero.
 
     Returns:
         The reduced row.

@@ -1,4 +1,4 @@
-"""Transports, which carry ordered, non-blocking messages between the ranks that run an algorithm."""
+"""Transports, which exchange non-blocking messages between the ranks that run a collective algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from farandole.native import TRY, Status
 
 
 class Pending(Protocol):
-    """A pending message; do not modify its tensor before the message is complete."""
+    """A pending send or receive.  Do not modify the tensor until the message is complete."""
 
     def test(self) -> bool:
         """Return whether the message is complete."""
@@ -35,7 +35,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Point-to-point messages among `size` ranks; messages between two ranks arrive in order."""
+    """Exchanges point-to-point messages between `size` ranks.  Messages from one rank to another arrive in order."""
 
     rank: int
     size: int
@@ -44,11 +44,11 @@ class Transport(Protocol):
         """Start sending a contiguous tensor to rank `peer`."""
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Start receiving into a contiguous tensor, which must have the size of the message."""
+        """Start receiving from rank `peer` into a contiguous tensor of the same size as the message."""
 
 
 class WireMessage:
-    """A message that a collective sends or receives through the C core."""
+    """A send or receive through the C core, as part of a collective."""
 
     def __init__(self, host: HostGroup, tensor: Tensor, peer: int, tag: int, *, sends: bool) -> None:
         self._host, self._tensor, self._peer = host, tensor, peer
@@ -89,14 +89,14 @@ class WireMessage:
         return True
 
     def release(self) -> None:
-        """Cancel the message if it is pending; the group cannot be used after a cancellation."""
+        """Cancel the message if it is pending.  After a cancellation, the group is unusable."""
         message, self._message = self._message, None
         if message is not None:
             self._host.cancel_message(message)
 
 
 class WireTransport:
-    """Messages through the C core between the `ranks` of a group, over TCP or shared memory."""
+    """Sends messages between the `ranks` of a group through the C core, over TCP or shared memory."""
 
     def __init__(self, host: HostGroup, ranks: Sequence[int], channel: int) -> None:
         self.rank = list(ranks).index(host.group_rank)
@@ -107,7 +107,7 @@ class WireTransport:
         self._open: list[WireMessage] = []
 
     def connect(self) -> None:
-        """Connect to all ranks now, instead of when the first message is sent."""
+        """Connect to all ranks immediately instead of at the first message."""
         for rank in self._ranks:
             self._host.core.frd_connect(self._host.handle, rank)
 
@@ -126,9 +126,9 @@ class WireTransport:
         return message
 
     def release(self) -> None:
-        """Cancel all messages that are still pending; called after each collective.
+        """Cancel all pending messages.
 
-        Messages are still pending at that time only if the collective failed.
+        Call this method after every collective.  Only a failed collective leaves messages pending.
         """
         messages, self._open = self._open, []
         for message in messages:
@@ -140,7 +140,7 @@ class WireTransport:
 
 
 class Tagged:
-    """A transport that adds a constant to the tags of another transport."""
+    """Wraps another transport, and adds a constant to the tag of each message."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -157,7 +157,7 @@ class Tagged:
 
 
 class TorchMessage:
-    """A message through a torch process group; `arrived` is called when the message is complete."""
+    """A message sent or received through a torch process group.  `arrived` is called after the message is complete."""
 
     def __init__(self, work: dist.Work, arrived: Callable[[], object] | None = None) -> None:
         self._work = work
@@ -174,7 +174,8 @@ class TorchMessage:
         """Block until the message is complete.
 
         Raises:
-            RankLate: if the message is not complete after `timeout_s` seconds; Gloo then closes its connections.
+            RankLate: if the message is not complete after `timeout_s` seconds, or its connection has failed.  After a
+                timeout, Gloo closes its connections.
         """
         try:
             self._work.wait(timedelta(seconds=timeout_s))
@@ -192,7 +193,7 @@ class TorchMessage:
 
 
 class TorchTransport:
-    """Messages through a torch process group that supports CPU tensors, such as Gloo."""
+    """Sends messages through a torch process group that supports CPU tensors, such as Gloo."""
 
     def __init__(self, group: Any) -> None:
         self.rank: int = group.rank()
@@ -211,13 +212,13 @@ class TorchTransport:
 class DeviceTransport:
     """Sends and receives CPU tensors through process groups that support only device tensors, such as NCCL.
 
-    NCCL runs the messages between two ranks in call order, and a large send blocks until it is received.  Two ranks
-    that both send before they receive would deadlock, so each direction uses a separate group.
+    NCCL processes the messages between two ranks in call order, and a large send blocks until the peer receives
+    it.  Two ranks that both send before they receive would deadlock, so each direction uses a separate group.
 
     Args:
         upward: The group for messages to higher ranks.
-        downward: A second group of the same ranks, for messages to lower ranks.
-        device: The device to which tensors are copied for sending and receiving.
+        downward: A second group with the same ranks, for messages to lower ranks.
+        device: The device to which the tensors are copied for communication.
     """
 
     def __init__(self, upward: Any, downward: Any, device: torch.device) -> None:

@@ -1,11 +1,12 @@
-"""Asynchronous work: each group has a queue, which runs calls one at a time, in the order in which they were issued.
+"""Asynchronous work: each group has a queue, which runs the group's calls one at a time, in issue order.
 
-The queue's own thread runs calls that no thread is waiting for.  If the queue is idle, a thread that waits for a call
-runs the next calls itself, which saves two thread switches.
+The queue's thread runs calls that no thread is waiting for.  If no call is running, a thread that waits for a call
+runs the queued calls itself, which saves two thread switches.
 
-Callbacks on a call's future run inside the queue, right after the call, and calls issued by a callback run immediately,
-before queued calls.  A callback attached to a completed call runs immediately on the attaching thread.  The order of
-calls is therefore the same on all ranks.  DDP hooks that communicate in callbacks, such as PowerSGD, depend on this.
+A callback on a call's future runs right after the call, before the next queued call.  Calls issued by a callback
+also run immediately.  A callback attached to a completed call runs immediately on the thread that attaches it.
+The order of calls is therefore the same on all ranks.  DDP hooks that communicate in callbacks, such as PowerSGD,
+depend on this.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def flags_here() -> int:
-    """Return the flags for a blocking call from this thread."""
+    """Return the `farandole.native` flags for a blocking call from this thread."""
     return MAIN_THREAD if _thread.get_ident() == _main_thread else 0
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds, or None for no timeout.
+    """Return `timeout` in seconds, or None for no timeout.
 
-    Torch may also pass 0 ms or -1 ms for no timeout.
+    Torch may also pass 0 ms or -1 ms to request no timeout.
     """
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
@@ -61,7 +62,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 @exclude_from_dynamo
 class FarandoleWork(dist.Work):
-    """The base class of work objects; stores the output tensors and the outcome."""
+    """The base class of work objects; stores the output tensors and the error."""
 
     _tensors: list[torch.Tensor]
     _error: BaseException | None = None
@@ -87,11 +88,11 @@ class FarandoleWork(dist.Work):
         return self._tensors
 
     def synchronize(self) -> None:
-        """Wait for the work to complete, because CPUs have no streams."""
+        """Block until the work is complete; CPUs have no streams to synchronize."""
         self.wait()
 
     def outcome(self) -> list[torch.Tensor]:
-        """Return the output tensors of completed work; raise the error if the work failed."""
+        """Return the output tensors, or raise the error if the work failed.  The work must be complete."""
         if isinstance(self._error, Exception):
             raise self._error
         if self._error is not None:  # Ctrl-C itself is raised in the thread that received it
@@ -100,7 +101,7 @@ class FarandoleWork(dist.Work):
 
 
 class CompletedWork(FarandoleWork):
-    """Work that is complete when the call that created it returns."""
+    """Work that is already complete when it is created."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True immediately."""
@@ -111,14 +112,14 @@ class CompletedWork(FarandoleWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future whose value is the list of tensors."""
+        """Return a completed future whose value is the list of output tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
 
 class FutureWork(FarandoleWork):
-    """The work of a torch process group, followed by a callback; `future` completes after the callback."""
+    """Work of a torch process group (`first`), followed by a callback.  `future` completes after the callback."""
 
     def __init__(
         self, first: dist.Work, future: torch.futures.Future[Any], tensors: Sequence[torch.Tensor]
@@ -127,9 +128,9 @@ class FutureWork(FarandoleWork):
         self._first, self._future = first, future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the callback has returned; raise the error of the work or of the callback.
+        """Block until the callback has returned; raise any error from the work or the callback.
 
-        `timeout` limits only the wait for the work of the process group, not for the callback.
+        `timeout` does not apply to the callback.
         """
         if timeout is None:
             self._first.wait()
@@ -150,8 +151,8 @@ class FutureWork(FarandoleWork):
 class OutcomeFuture:
     """A torch future for the outcome of a work object.
 
-    C++ code such as DDP's reducer ignores `torch.futures.Future.set_exception` and would treat the exception as a
-    result.  A callback therefore raises the exception, which reaches both Python and C++ code.
+    C++ code such as DDP's reducer treats an exception from `torch.futures.Future.set_exception` as a result.  This
+    class therefore raises the exception in a callback, so that both Python and C++ code receive the error.
     """
 
     def __init__(self, work: FarandoleWork) -> None:
@@ -179,7 +180,7 @@ class QueuedWork(FarandoleWork):
         self._unseen: weakref.finalize[..., Any] | None = None  # reports the error if no caller reads it
 
     def run(self, flags: int) -> None:
-        """Run the call, then its callbacks, while this thread holds the queue."""
+        """Run the call and then its callbacks.  The calling thread must have acquired the queue."""
         call, self._call = self._call, None
         try:
             if call is None:
@@ -204,7 +205,7 @@ class QueuedWork(FarandoleWork):
         del self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call is complete or `timeout` expires; raise the error if the call failed."""
+        """Block until the call is complete; raise its error if it failed, or `RankLate` on timeout."""
         seconds = seconds_of(timeout)
         if self._queue.invalid and not self._complete:
             raise CommunicationError(self._queue.invalid)
@@ -233,12 +234,12 @@ class QueuedWork(FarandoleWork):
             self._unseen.detach()
 
     def outcome(self) -> list[torch.Tensor]:
-        """Return the output tensors of completed work; raise the error if the work failed."""
+        """Return the output tensors, or raise the error if the work failed.  The work must be complete."""
         self._see()
         return super().outcome()
 
     def exception(self) -> BaseException | None:
-        """Return the error if the call has failed, else None; the error then counts as reported."""
+        """Return the error if the call has failed, else None.  This marks the error as reported."""
         self._see()
         return super().exception()
 
@@ -256,10 +257,10 @@ class QueuedWork(FarandoleWork):
 
 
 class Tickets:
-    """Wakes the queue's thread for a call that no other thread starts within a short delay.
+    """Wakes the queue's thread if no other thread starts a queued call within a short delay.
 
     Each call posts a ticket, and the thread that starts the call takes the ticket.  The queue's thread waits in C
-    without the interpreter lock (native/tickets.c).
+    without holding the GIL (native/tickets.c).
     """
 
     def __init__(self) -> None:
@@ -290,10 +291,10 @@ class PlainTickets:
         self._queue.put(True)
 
     def take(self) -> None:
-        """Do nothing; the thread ignores tickets for calls that have already run."""
+        """Do nothing, because the queue's thread ignores the tickets of calls that have already run."""
 
     def close(self) -> None:
-        """Let the thread process the remaining tickets and end."""
+        """Stop the queue's thread after it has processed the remaining tickets."""
         self._queue.put(False)
 
 
@@ -301,7 +302,7 @@ class WorkQueue:
     """Runs the calls of one group in order, on its own thread or on a waiting thread.
 
     Args:
-        name: The name of the group, used as the name of the thread.
+        name: The name of the group, also used in the name of the thread.
         whereabouts: A function that describes the current call and the ranks that the call is waiting for.
     """
 
@@ -321,7 +322,7 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call, tensors: Sequence[torch.Tensor]) -> dist.Work:
-        """Run `call` after all earlier calls of the group; block until `call` is complete."""
+        """Run `call` after all earlier calls of the group, and block until `call` is complete."""
         if not self.enter():
             self.refuse_in_handler()
             self.submit(call, tensors).wait()
@@ -333,9 +334,9 @@ class WorkQueue:
         return COMPLETED
 
     def enter(self) -> bool:
-        """Acquire the queue for this thread if no call is pending; return whether the queue was acquired.
+        """Acquire the queue if no call is running or queued, and return whether the queue was acquired.
 
-        If this method returns True, call `leave` to release the queue.
+        If the result is True, call `leave` to release the queue.
         """
         if self.waiting or not self.acquire(False):
             return False
@@ -352,9 +353,9 @@ class WorkQueue:
         return self._caller == _thread.get_ident()
 
     def submit(self, call: Call, tensors: Sequence[torch.Tensor]) -> QueuedWork:
-        """Queue `call` and return its work.
+        """Add `call` to the queue, and return its work object.
 
-        If this thread is running a callback for this queue, run `call` immediately.
+        If this thread is running a callback for this queue, run `call` immediately instead.
         """
         if self.closed:
             raise CommunicationError(
@@ -378,12 +379,12 @@ class WorkQueue:
         return work
 
     def raise_at_next_call(self, words: str) -> None:
-        """Raise CommunicationError with the message `words` when the next call is issued."""
+        """Make the next call raise `CommunicationError` with the message `words`."""
         self._unseen_error = words
         self.acquire = lambda blocking: False
 
     def refuse_in_handler(self) -> None:
-        """Raise CommunicationError if this thread is in a signal handler that interrupted a call in this queue."""
+        """Raise `CommunicationError` if the caller is a signal handler that interrupted a call in this queue."""
         if self.holder == _thread.get_ident() and not self.in_callback():
             raise CommunicationError(
                 f"a signal handler used a group during a call on this group ({self.whereabouts()}), and would deadlock; "
@@ -392,7 +393,7 @@ class WorkQueue:
             )
 
     def help(self) -> bool:
-        """Run the next queued call on this thread, if no other thread is running a call; return whether a call ran."""
+        """Run the next queued call on this thread unless another thread is running a call; return whether a call ran."""
         if self.in_callback():
             return self._run_next(flags_here())
         if not self._running.acquire(False):
@@ -404,9 +405,9 @@ class WorkQueue:
             self.leave()
 
     def run_callbacks(self, outcome: OutcomeFuture) -> None:
-        """Complete the future `outcome` and run its callbacks while this thread holds the queue.
+        """Complete `outcome` and run its callbacks.  The calling thread must have acquired the queue.
 
-        Calls issued by these callbacks run immediately, before queued calls.
+        Calls issued by the callbacks run immediately, before queued calls.
         """
         outer, self._caller = self._caller, _thread.get_ident()
         try:
@@ -415,9 +416,9 @@ class WorkQueue:
             self._caller = outer
 
     def close(self, patience_s: float) -> bool:
-        """Run the calls that have been issued and end the thread; return False on timeout.
+        """Run the queued calls and end the thread; return False on timeout.
 
-        The timeout is `patience_s` seconds.  A closed queue remains acquired, so other threads cannot run later calls.
+        The timeout is `patience_s` seconds.  A closed queue stays acquired, so no thread can run later calls.
         """
         if self.closed:
             return True
@@ -430,7 +431,10 @@ class WorkQueue:
         return self.closed
 
     def invalidate(self, reason: str) -> None:
-        """Make later calls fail with `reason`, and drop the queued calls; called in a forked child."""
+        """Discard the queued calls, and make later calls fail with the message `reason`.
+
+        Call this method in a forked child.
+        """
         self.closed, self.invalid = True, reason
         # the lock may be held by a thread of the parent, which does not exist in this process
         self._running.acquire(False)

@@ -1,11 +1,11 @@
 """A content-addressed disk cache for tokenized text.
 
-An entry is a folder with data files and `entry.json`, which lists the sizes and checksums of the data files.  For plain
-text, the data files are `tokenizer.json`, `train.bin` and `validation.bin`; the `.bin` files contain token ids of 2 or
-4 bytes.  The folder name is a hash of the text and the settings, so a stale entry is never used for changed text.  An
-entry is written under a temporary name, flushed and renamed, so every entry is complete.  A file lock ensures that only
-one process per host builds an entry; all other processes wait, including processes of other jobs.  If a process dies,
-the kernel releases its lock.
+An entry is a folder with data files and `entry.json`, which lists the sizes and checksums of the data files.  For
+plain text, the data files are `tokenizer.json`, `train.bin` and `validation.bin`; the `.bin` files contain token
+ids of 2 or 4 bytes.  The folder name is a hash of the text and the settings, so changed text or settings create a
+new entry.  An entry is written under a temporary name, flushed and renamed, so every entry is complete.  A file
+lock ensures that only one process per host builds an entry; all other processes wait, including processes of other
+jobs.  If a process dies, the kernel releases its lock.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ Progress = Callable[[str, float], None]
 
 
 def default_cache() -> Path:
-    """Return the user's cache folder on this platform."""
+    """Return farandole's cache folder for the current user."""
     from platformdirs import user_cache_path
 
     return user_cache_path("farandole", appauthor=False)
 
 
 def content_key(source: Source, settings: Mapping[str, object], progress: Progress) -> str:
-    """Return the name of the cache entry for this text and these settings: 32 hexadecimal digits."""
+    """Return the cache key (32 hexadecimal digits) for the text of `source` and these settings."""
     return entry_key(content_digest(source, progress), settings)
 
 
 def entry_key(content: str, settings: Mapping[str, object]) -> str:
-    """Return the name of the cache entry for the text with digest `content` and these settings."""
+    """Return the cache key for the text digest `content` and these settings."""
     text = json.dumps([FORMAT_VERSION, content, settings], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def content_digest(source: Source, progress: Progress) -> str:
-    """Return a digest of the names and contents of the source's files and of the name of its text field."""
+    """Return a digest of a source's field name, file names and file contents."""
     digest = hashlib.blake2b(source.field.encode())
     total, done = max(1, source.size), 0
     for path in source.files:
@@ -74,9 +74,9 @@ def content_digest(source: Source, progress: Progress) -> str:
 def cached_folder(
     cache: Path, key: str, build: Callable[[Path], None], files: Sequence[str] = FILES, *, path: str
 ) -> Path:
-    """Return the folder of entry `key`; if it does not exist, call `build(folder)` to write its `files`.
+    """Return the folder of the cache entry `key`; build the entry first if it is missing or damaged.
 
-    An INFO message announces the call to `build` and names `path`, the path of the text.
+    `build(folder)` must write `files` to `folder`.  `path` is the path of the text, for a log message.
 
     Raises:
         DataError: if the cache cannot be written or the disk is full.
@@ -103,7 +103,6 @@ def cached_folder(
 
 
 def _find_damage(folder: Path, files: Sequence[str]) -> str | None:
-    """Return a description of the damage to an entry, or None if the entry is intact."""
     try:
         recorded = json.loads((folder / "entry.json").read_text())
         for name in files:
@@ -136,7 +135,7 @@ def _write(folder: Path, build: Callable[[Path], None], files: Sequence[str]) ->
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the directory entries of a folder, to disk."""
+    """Flush a file or a folder to disk with `fsync`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         # Some file systems cannot flush a folder.

@@ -3,10 +3,11 @@
     chat = prepare_chat("chat.jsonl", folder, context=1024)
     tokens, documents, targets = chat.train.read(np.array([0, 5]))       # each int64, of shape (2, 1024)
 
-A record has either `messages` (a list of {"role", "content"}) and optionally `tools`, or the strings `prompt` and
-`completion`.  `messages` and `tools` may also be JSON strings.  Only tokens written by the assistant are targets.
-Several conversations share a window: `documents` contains the index of each token's conversation, so that attention
-does not cross the boundaries.  Conversations are never split: a conversation that is longer than a window is truncated.
+A record contains `messages` (a list of {"role", "content"}) and optionally `tools`.  Alternatively, a record
+contains the strings `prompt` and `completion`.  `messages` and `tools` may also be JSON strings.  Only tokens
+written by the assistant are targets.  A window can contain several conversations.  For each token,
+`documents` contains the index of its conversation within the window, so that attention does not cross conversation
+boundaries.  Conversations are never split, but a conversation longer than a window is truncated.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Conversations:
         """Return the tokens, document numbers and targets of the windows at the indices `numbers`.
 
         Each array has the shape (len(numbers), context).  The target at a position is the next token of the
-        conversation, or `IGNORED` if that token does not contribute to the loss.  Padding has token 0, document number
-        -1, and no targets.
+        conversation, or `IGNORED` if that token does not contribute to the loss.  Padding has token 0, document
+        number -1 and target `IGNORED`.
         """
         shape = (len(numbers), self.context)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -100,11 +101,11 @@ class Conversations:
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Assign items with these `lengths` to bins of size `size` by best fit decreasing; return each bin's item indices.
+    """Pack items into bins of size `size` by best fit decreasing, and return the item indices in each bin.
 
-    The longest items come first, and each item goes to the fullest bin with enough space.  Items of length 0 are
-    omitted.  The result is deterministic.  The number of bins is at most 11/9 times the optimum, plus 4 (Johnson et
-    al., 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms").
+    Items of length 0 are omitted.  The result is deterministic.  The number of bins is at most 11/9 times the
+    optimum, plus 4 (Johnson et al., 1974, "Worst-case performance bounds for simple one-dimensional packing
+    algorithms").
     """
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}  # by remaining space
@@ -157,7 +158,7 @@ def prepare_chat(
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Chat:
-    """Return the conversations at `path`, memory-mapped from the cache; tokenize them first if necessary.
+    """Tokenize the conversations at `path` if they are not cached, and memory-map the tokens.
 
     Args:
         path: a JSON lines, Parquet or Arrow file, or a folder of such files (`find_source`).
@@ -251,10 +252,7 @@ class _Encoder:
         self.field, self._end = field, end
 
     def texts(self, where: str, record: Mapping[str, Any]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return the texts of a record, each with the character ranges that the model is trained to predict.
-
-        `where` is the location of the record in error messages.
-        """
+        """Return a record's texts, each with the character ranges to train on; `where` is for error messages."""
         if self.field in record:
             messages = record[self.field]
             if isinstance(messages, str):  # JSON text in a column
@@ -298,10 +296,7 @@ class _Encoder:
                 )
 
     def encode(self, texts: list[tuple[str, list[tuple[int, int]]]]) -> Iterator[tuple[NDArray, NDArray]]:
-        """For each text, yield its tokens and an array with one flag per token.
-
-        A flag is 1 if at least one character of the token is in one of the text's character ranges, else 0.
-        """
+        """Yield each text's tokens, and one flag per token: 1 if the token overlaps a range to train on, else 0."""
         encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for (_, spans), encoding in zip(texts, encodings, strict=True):
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T

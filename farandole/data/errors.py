@@ -6,6 +6,6 @@ from farandole._troubleshooting import Documented
 
 
 class DataError(Documented, ValueError):
-    """Raised if the data cannot be used; the message describes the expected and the actual data in one line."""
+    """Raised if the data cannot be used.  The one-line message describes the expected and the actual data."""
 
     _section = "dataerror"

@@ -1,6 +1,6 @@
 """Labeled texts (texts with classes) as training samples: tokenized once and memory-mapped.
 
-Each text and its class are fields of a record.  A class is a string or an integer.
+A record has a field for the text and a field for its class.  A class is a string or an integer.
 
     data = prepare_labeled("reviews.jsonl", tokenizer, context=256, vocabulary=30522)
     data.classes                                     # ["bad", "good"]
@@ -57,7 +57,7 @@ class LabeledTexts:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens in each text."""
+        """Return the number of tokens in each text."""
         return self.ends - self.starts
 
     def read(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -94,14 +94,14 @@ def prepare_labeled(
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Labeled:
-    """Return the texts at `path`, memory-mapped from the cache; tokenize them first if necessary.
+    """Tokenize the texts at `path` if they are not cached, and memory-map the tokens.
 
     Args:
         path: a JSON lines, Parquet or Arrow file, or a folder of such files (`find_source`).
-        tokenizer: a `tokenizer.json`.
+        tokenizer: the path of a `tokenizer.json`.
         context: the maximum number of tokens in a text; longer texts are truncated.
         vocabulary: the number of tokens in the model's vocabulary.
-        field, label: the fields that contain the text and its class.  A class is a string or an integer.
+        field, label: the names of the fields that contain the text and its class.
         padding: the token that pads shorter texts.
         validation_share: the fraction of the texts used for validation.
         cache: the cache folder; by default, the user's cache folder.

@@ -73,7 +73,7 @@ class Masking:
     def mask(
         self, windows: NDArray[np.integer], samples: NDArray[np.int64], epochs: NDArray[np.int64] | int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return masked inputs and targets; every window with ordinary tokens has at least one target.
+        """Mask windows of tokens, and return the inputs and targets.
 
         Args:
             windows: tokens (n, positions).
@@ -81,10 +81,11 @@ class Masking:
             epochs: the epochs of the windows (n), or one epoch for all windows.
 
         Returns:
-            Inputs and targets, both int64 of shape (n, positions).
+            Inputs and targets, both int64 of shape (n, positions).  Every window with ordinary tokens has at least
+            one target.
 
         Raises:
-            ValueError: if shapes do not match, or a token is not in the vocabulary.
+            ValueError: if the shapes do not match, or a token is not in the vocabulary.
         """
         if windows.ndim != 2 or samples.shape != windows.shape[:1]:
             raise ValueError(
@@ -117,10 +118,7 @@ class Masking:
         inputs[indices] = np.select([tenth < 8, tenth == 8], [np.int64(self.mask_token), others], chosen)
 
     def _choose(self, tokens: NDArray[np.int64], numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return a boolean array that is True for the selected tokens.
-
-        The fraction `share` of the ordinary tokens in each window is selected, starting with the smallest `numbers`.
-        """
+        """Return a mask of the selected tokens: in each window, the ordinary tokens with the smallest `numbers`."""
         special = self._is_special[tokens]
         many = tokens.shape[1] - special.sum(1)
         count = np.where(many > 0, np.maximum(1, np.rint(self.share * many).astype(np.int64)), 0)
@@ -148,10 +146,10 @@ class Masking:
 
 
 def masking_for(tokenizer: Tokenizer, seed: int, share: float = 0.15, mask: str = MASK) -> Masking:
-    """Return the masking for a tokenizer.  The tokenizer's special tokens are never masked.
+    """Return a `Masking` that never selects the special tokens of `tokenizer`.
 
     Raises:
-        DataError: if the tokenizer has no token `mask`.
+        DataError: if the tokenizer does not contain the token `mask`.
     """
     token = tokenizer.token_to_id(mask)
     if token is None:
@@ -185,12 +183,12 @@ class MaskedBatches:
         self.sampler = sampler
 
     def next(self, count: int, rank: int, ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Consume `count` windows, and return the inputs and targets of this rank's windows."""
+        """Consume the next `count` windows, and return the inputs and targets of this rank's windows."""
         positions = self.sampler.take(count, rank, ranks)
         return self.read(self.sampler.at(positions), self.sampler.epochs(positions))
 
     def read(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64] | int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the inputs and targets of these samples in these epochs, each of shape (len(samples), context)."""
+        """Return the inputs and targets of `samples` in `epochs`, each of shape (len(samples), context)."""
         return self.masking.mask(self.windows.read(samples)[:, :-1], samples, epochs)

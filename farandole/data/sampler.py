@@ -25,7 +25,7 @@ class Sampler:
         indices = sampler.next(count=16, rank=0, ranks=2)  # 8 indices; rank 1 gets the other 8
 
     Raises:
-        ValueError: if there are no samples, or the `count` of a call is not a multiple of `ranks`.
+        ValueError: if `samples` is 0, or the `count` of a call is not a multiple of `ranks`.
     """
 
     def __init__(self, samples: int, seed: int, consumed: int = 0) -> None:
@@ -36,13 +36,16 @@ class Sampler:
         self.consumed = consumed
 
     def next(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume `count` samples, a multiple of `ranks`, and return the indices of this rank's samples."""
+        """Consume `count` samples, and return the indices of this rank's samples.
+
+        `count` must be a multiple of `ranks`.
+        """
         return self.at(self.take(count, rank, ranks))
 
     def take(self, count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-        """Consume samples as `next` does, but return the positions of this rank's samples in the run.
+        """Consume `count` samples, and return the positions of this rank's samples in the run.
 
-        Positions are counted from 0, across all epochs of the run; `at` and `epochs` accept positions.
+        Positions are counted from 0 across all epochs.  `count` must be a multiple of `ranks`.
         """
         if count % ranks:
             raise ValueError(
@@ -54,7 +57,7 @@ class Sampler:
         return np.arange(first, first + share)
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions in the run."""
+        """Return the indices of the samples at `positions` in the run."""
         epochs, indices = np.divmod(positions, self.samples)
         result = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -86,7 +89,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64, a bijection on 64-bit numbers whose results look random."""
+    """Apply the finalizer of splitmix64, a pseudorandom bijection on 64-bit integers."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))

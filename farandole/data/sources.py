@@ -79,7 +79,7 @@ class Source:
 
     @property
     def size(self) -> int:
-        """The total size of the files in bytes."""
+        """Return the total size of the files in bytes."""
         total = 0
         for path in self.files:
             with reading(path):
@@ -96,16 +96,16 @@ class Source:
             yield from read_records(path, fields)
 
     def documents(self) -> Iterator[str]:
-        """Yield all documents that are not blank, in order.  Raise `DataError` for an invalid document."""
+        """Yield all non-blank documents in order.  Raise `DataError` for an invalid document."""
         for path in self.files:
             yield from (text for text in _read(path, self.field) if text.strip())
 
 
 def find_source(path: str, text_field: str = "text") -> Source:
-    """Return the files at `path`, which is "stdlib", a file or a folder.
+    """Return the source at `path`, which is "stdlib", a file or a folder.
 
-    A file may have any suffix; unless the suffix is in `RECORD_SUFFIXES`, the file is read as text.  Folders are
-    searched recursively for files with `READABLE_SUFFIXES`; hidden files and folders are skipped.
+    A file with a suffix in `RECORD_SUFFIXES` is read as records, and any other file as text.  Folders are searched
+    recursively for files with `READABLE_SUFFIXES`; hidden files and folders are skipped.
 
     Raises:
         DataError: if no readable file is found.
@@ -170,7 +170,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _split_of_datasets(root: Path) -> Path:
-    """Return the folder of the training split if `datasets.DatasetDict.save_to_disk` wrote `root`, else `root`."""
+    """Return the training split's folder if `root` is a saved `datasets.DatasetDict`, else `root`."""
     if not (root / "dataset_dict.json").is_file():
         return root
     if not (root / "train").is_dir():
@@ -180,14 +180,11 @@ def _split_of_datasets(root: Path) -> Path:
 
 
 def _files_of_dataset(folder: Path) -> tuple[Path, ...]:
-    """Return the data files of a folder written by `datasets.Dataset.save_to_disk`, in order.
-
-    Return () for any other folder.  The folder of a data set can also contain files with cached results of
-    `Dataset.map`, which are not part of the data set.
-    """
+    """Return the data files of a saved `datasets.Dataset` in order, or () for any other folder."""
     state = folder / "state.json"
     if not (state.is_file() and (folder / "dataset_info.json").is_file()):
         return ()
+    # the folder may also contain cached results of `Dataset.map`, which state.json does not list
     try:
         found = json.loads(state.read_text())
         files = tuple(folder / each["filename"] for each in found["_data_files"])
@@ -251,11 +248,7 @@ def _texts(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file, with invalid UTF-8 replaced by U+FFFD.
-
-    Raises:
-        DataError: if the file cannot be read, contains NUL bytes, or has too many invalid characters.
-    """
+    """Return the text of a file, with invalid UTF-8 replaced by U+FFFD."""
     with reading(path):
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     replaced = text.count("\N{REPLACEMENT CHARACTER}") / max(1, len(text))
@@ -287,11 +280,11 @@ def read_records(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 
     Args:
         path: the file.
-        fields: the columns to read from a Parquet or Arrow file, at least one of which must exist; by default, all
-            columns.
+        fields: the columns to read from a Parquet or Arrow file; by default, all columns.  At least one column
+            must exist.
 
     Raises:
-        DataError: if the file is damaged, or has none of the fields.
+        DataError: if the file is damaged, or a Parquet or Arrow file has none of the fields.
     """
     suffix = path.suffix.lower()
     if suffix in PARQUET_SUFFIXES:
@@ -354,10 +347,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def _read_arrow(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (location, record) for all records of a file in Arrow's stream format or file format.
-
-    The `datasets` library writes such files.
-    """
+    """Yield (location, record) for all records of a file in Arrow's stream format or file format."""
     import pyarrow as arrow
 
     try:
@@ -395,10 +385,8 @@ def _rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the null fields of structs.
-
-    In a column, all structs have the same fields, so a field that a record does not have is null.
-    """
+    """Return `value` without null struct fields."""
+    # all structs in a column have the same fields, so fields that a record does not have are null
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

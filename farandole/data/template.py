@@ -35,10 +35,7 @@ _START, _END = "\U0010fffe", "\U0010ffff"
 
 
 class _Generation(jinja2.ext.Extension):
-    """Implements the `{% generation %}` tag of `transformers`, which encloses the assistant's text.
-
-    The tag renders as `_START`, the assistant's text and `_END`.
-    """
+    """Implements the `{% generation %}` tag: encloses the assistant's text in `_START` and `_END`."""
 
     tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
 
@@ -54,7 +51,7 @@ class Template:
 
     Args:
         source: the Jinja program.
-        tokens: special tokens, keyed by template variable, such as `bos_token`.
+        tokens: a dict that maps template variables, such as `bos_token`, to special tokens.
 
     Raises:
         DataError: if the program is invalid.
@@ -85,7 +82,7 @@ class Template:
         """The names of the other variables that the program reads, such as `tools`."""
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **variables: Any) -> str:
-        """Return a conversation as text; if `prompt` is set, append the start of the assistant's next message.
+        """Return a conversation as text.
 
         Args:
             messages: the conversation.
@@ -98,7 +95,7 @@ class Template:
         return self._render(messages, prompt, variables).replace(_START, "").replace(_END, "")
 
     def _render(self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any]) -> str:
-        """Return a conversation as text; if the template has the tag `generation`, the assistant's text is marked."""
+        """Return a conversation as text; mark the assistant's text if the template has `generation` tags."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=prompt, **self.tokens, **variables
@@ -115,15 +112,15 @@ class Template:
     def answers(
         self, messages: Sequence[Message], **variables: Any
     ) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Return the conversation as one or more texts, each with the character ranges written by the assistant.
+        """Return the conversation as texts, each with the character ranges written by the assistant.
 
-        In a template with the tag `generation`, the tag marks these ranges.  Otherwise, an answer is the text that the
-        assistant's message adds to its prompt.  If the template renders earlier turns without changes, the conversation
-        is one text.  If the template changes earlier turns, for example by removing their reasoning, there is one text
-        per assistant turn.
+        If the template has the tag `generation`, the tag marks these ranges.  Otherwise, a range is the text that
+        an assistant message adds to its prompt.  The result is one text if the template renders earlier turns
+        without changes.  If the template changes earlier turns, for example by removing their reasoning, the
+        result has one text per assistant turn.
 
         Raises:
-            DataError: if the template rejects the messages, or renders a turn without its prompt.
+            DataError: if the template rejects the messages, or renders an assistant message without its prompt.
         """
         if self._marks_answers:
             return self._marked(self._render(messages, False, variables))
@@ -148,10 +145,7 @@ class Template:
 
     @staticmethod
     def _marked(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
-        """Remove the marks from a rendered conversation; return the text and the character ranges between the marks.
-
-        Return an empty list if there are no marks.
-        """
+        """Remove the marks; return the text and the marked ranges, or [] if there are no marks."""
         spans: list[tuple[int, int]] = []
         parts = text.split(_START)
         plain = parts[0]
@@ -169,7 +163,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return `value` as JSON; the parameters are the same as for the `tojson` filter in transformers."""
+    """Return `value` as JSON; the parameters match the `tojson` filter of transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -184,7 +178,7 @@ def find_template(folder: Path, choice: str = "") -> Template:
 
     Args:
         folder: a folder with `tokenizer_config.json` or `chat_template.jinja`.
-        choice: a file with another template, or "chatml".
+        choice: the path of another template, or "chatml"; by default, the template in `folder`.
 
     Raises:
         DataError: if the template is missing or invalid.

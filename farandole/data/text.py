@@ -4,7 +4,7 @@
     text.train.samples                            # the number of windows
     text.train.read(np.array([0, 5]))             # (2, 257) tokens: inputs, and targets shifted by one
 
-Every rank calls `prepare_text`.  One rank per host does the work while the others wait (`cache`).
+All ranks call `prepare_text`.  One rank per host tokenizes the text while the other ranks wait (see `cache`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Windows:
 
     @property
     def samples(self) -> int:
-        """The number of complete windows."""
+        """Return the number of complete windows."""
         return max(0, (len(self.tokens) - 1) // self.context)
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ def prepare_text(
     cache: Path | None = None,
     progress: Progress = lambda what, share: None,
 ) -> Text:
-    """Return the tokenized text at `path`, memory-mapped from the cache; tokenize it first if necessary.
+    """Tokenize the text at `path` if it is not cached, and memory-map the tokens.
 
     Args:
         path: "stdlib", a file or a folder (`find_source`).
@@ -99,10 +99,9 @@ def prepare_text(
         context: the number of input tokens in a window.
         text_field: the JSON field, or the Parquet or Arrow column, that contains the text.
         validation_share: the fraction of the text used for validation.
-        special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If the text contains their names,
-            the names are encoded as ordinary text.
-        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.  If the cache
-            already contains an identical tokenizer that was trained on this text, its cache entry is used.
+        special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If a token's name occurs in the
+            text, the name is encoded as ordinary text.
+        tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.
         end: the token that ends a document.
         cache: the cache folder; by default, the user's cache folder.
         progress: a function called with the current activity and its completed fraction.
@@ -151,16 +150,11 @@ def prepare_text(
 
 
 def _is_file_with(path: Path, text: str) -> bool:
-    """Return whether `path` is a file with this content."""
     return path.is_file() and path.read_text(encoding="utf-8") == text
 
 
 def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str]) -> str:
-    """Check a `tokenizer.json`, and return its content.
-
-    Raises:
-        DataError: if the tokenizer cannot be loaded, has more than `vocabulary` tokens, or lacks a special token.
-    """
+    """Validate a `tokenizer.json`, and return its content."""
     try:
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises plain Exception
@@ -250,10 +244,7 @@ def uniform_hash(text: str) -> float:
 
 
 def _hold_out_end(folder: Path, dtype: np.dtype[np.unsignedinteger], share: float) -> None:
-    """Concatenate the training and validation tokens, and use the last fraction `share` for validation.
-
-    This is necessary for texts with too few chunks for a random split.
-    """
+    """Concatenate the training and validation tokens, and use the last fraction `share` for validation."""
     tokens = np.concatenate([np.fromfile(folder / f"{name}.bin", dtype) for name in ("train", "validation")])
     end = len(tokens) - max(1, round(share * len(tokens)))
     tokens[:end].tofile(folder / "train.bin")

@@ -43,9 +43,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: Seque
 
 
 def check_special_tokens(special_tokens: Sequence[str]) -> None:
-    """Raise `DataError` if there are duplicates, or if training could learn a special token from text.
+    """Raise `DataError` if special tokens are duplicated or could be learned from text.
 
-    Training can learn every name that the pre-tokenizer does not split, so a name must consist of several pre-tokens.
+    Training can learn any name that the pre-tokenizer does not split, so a name must consist of several
+    pre-tokens.
     """
     for index, name in enumerate(special_tokens):
         if name == END_OF_TEXT or name in special_tokens[:index]:
@@ -68,10 +69,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def split_document(document: str) -> Iterator[str]:
-    """Yield chunks of at most `CHUNK_CHARACTERS` characters, split after line ends if possible.
-
-    Chunks are encoded in parallel, and each chunk is assigned to training or validation as a whole.
-    """
+    """Yield chunks of at most `CHUNK_CHARACTERS` characters, split after line ends if possible."""
     start = 0
     while start < len(document):
         end = min(start + CHUNK_CHARACTERS, len(document))

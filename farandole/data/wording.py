@@ -33,7 +33,7 @@ def size(count: float) -> str:
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """Convert `value` from the first unit to the largest unit in which the number is at least 1."""
+    """Convert `value` to the largest unit in which it is at least 1; units differ by the factor `base`."""
     for unit in units[:-1]:
         if value < base:
             return value, unit
@@ -44,8 +44,8 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str
 def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
     """Return the reason for a failed write to `folder`, with the free space if the disk is full.
 
-    Libraries report a full disk in different ways.  If fewer than `needed` bytes are free, this function therefore
-    reports a full disk for any `error`.
+    If fewer than `needed` bytes are free, any `error` is reported as a full disk, because libraries report a full
+    disk in different ways.
     """
     free = shutil.disk_usage(folder).free
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""Provide the functions that Horovod offers for all frameworks, and the functions in `horovod.common.util`.
+"""Horovod's functions for all frameworks, and the functions in `horovod.common.util`.
 
 The functions `*_built` and `*_enabled` describe the torch.distributed backends.
 """
@@ -25,7 +25,7 @@ remove_process_set = horovod.remove_process_set
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, and `shutdown` has not been called since."""
+    """Return whether Horovod is initialized: True between `init` and `shutdown`."""
     return horovod.runtime is not None
 
 
@@ -50,12 +50,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's index among the hosts that have a process with the same local rank."""
+    """Return this host's index among the hosts that have a process with this process's local rank."""
     return horovod.local[2]
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a process with the same local rank."""
+    """Return the number of hosts that have a process with this process's local rank."""
     return horovod.local[3]
 
 
@@ -92,7 +92,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return False, because ranks do not communicate through MPI, even if mpirun started them."""
+    """Return False, because ranks never communicate through MPI, even if mpirun started them."""
     return False
 
 

@@ -20,7 +20,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the communicated tensor in its original dtype; `ctx` is the context from `compress`."""
+        """Return the decompressed tensor; `ctx` is the context from `compress`."""
         raise NotImplementedError
 
 
@@ -45,10 +45,6 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Cast a floating-point tensor to the 16-bit dtype; return the result and the original dtype.
-
-        If the tensor needs no cast, return the tensor unchanged, and None instead of the dtype.
-        """
         if isinstance(tensor, torch.Tensor):
             dtype, is_floating = getattr(torch, cls.dtype), tensor.is_floating_point()
         else:
@@ -59,7 +55,6 @@ class _CastCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original dtype `ctx`, or unchanged if `ctx` is None."""
         return tensor if ctx is None else _cast(tensor, ctx)
 
 
@@ -78,7 +73,7 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Communicates in bfloat16, which has float32's range.  Horovod has no counterpart."""
+    """Communicates in bfloat16, which has the range of float32.  Horovod has no bfloat16 compressor."""
 
     dtype = "bfloat16"
 

@@ -9,8 +9,8 @@
             state.epoch += 1
             state.commit()
 
-When a rank dies, operations on the other ranks raise `HorovodInternalError`.  The survivors restore the last commit,
-form a smaller world, and call the function again.
+When a rank dies, operations on the other ranks raise `HorovodInternalError`.  The survivors restore the last
+commit, form a smaller world, and call the training function again.
 
 Limitations:
 
@@ -18,9 +18,10 @@ Limitations:
 - All ranks must be on one host.
 - The launcher must not stop the job when a rank fails.  `farandole launch` and torchrun stop the job.
 
-The survivors rendezvous through the first world's store, which rank 0 or the launcher hosts.  The first survivor waits
-until each rank in the old world has either arrived or ended, and then publishes the list of arrived ranks.  These ranks
-form the new world, in the same order as in the old world.  Process file descriptors (pidfds) detect ended processes.
+The survivors rendezvous through the first world's store, which rank 0 or the launcher hosts.  The first survivor
+to arrive waits until each rank in the old world has either arrived or ended, and then publishes the list of
+arrived ranks.  These ranks form the new world, in the same order as in the old world.  Process file descriptors
+(pidfds) detect ended processes.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to a changed world; subclasses may override this method, which does nothing by default."""
+        """Adapt the state to a changed world.  The default implementation does nothing."""
 
 
 class ObjectState(State):
@@ -143,7 +144,7 @@ class ObjectState(State):
         self._set_attributes()
 
     def save(self) -> None:
-        """Keep a copy of the attributes in memory."""
+        """Save a copy of the attributes in memory."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
@@ -165,9 +166,9 @@ class ObjectState(State):
 def run_with(
     function: Callable[..., Any], reset: Callable[[], None], begin: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Return a function that calls `function`, and calls it again after each rank failure or host change.
+    """Wrap `function` so that it is called again after each rank failure or host change.
 
-    The returned function does not retry after a `MismatchError`, because the mismatch would recur.
+    The wrapper does not retry after a `MismatchError`, because the mismatch would recur.
 
     Args:
         function: The training function, whose first argument is a `State`.
@@ -262,11 +263,7 @@ class World:
             os.close(self._processes.pop())
 
     def _wait_for_each(self, timeout_s: float) -> list[int]:
-        """Wait until each rank has arrived or died, and return the ranks that arrived.
-
-        Raises:
-            HorovodInternalError: if a live rank did not arrive within `timeout_s`.
-        """
+        """Wait until each rank has arrived or died, and return the ranks that arrived."""
         deadline = time.monotonic() + timeout_s
         open_ranks, members = set(range(self.size)), []
         while open_ranks:
@@ -287,7 +284,7 @@ class World:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether the process behind a process file descriptor has ended; a zombie counts as ended."""
+    """Return whether the process of a pidfd has ended; a zombie counts as ended."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))

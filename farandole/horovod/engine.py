@@ -1,7 +1,5 @@
 """The engine of one process set: a request queue, and a thread that executes the requests in cycles.
 
-`Settings` reads the engine options from Horovod's environment variables.
-
 This module decides when a cycle begins.  `negotiation` describes the cycle protocol and proves its correctness.
 """
 
@@ -67,7 +65,7 @@ class Settings:
 
 
 def unsupported(environ: Mapping[str, str]) -> list[str]:
-    """Return one warning for each variable that is set but has no effect."""
+    """Return a warning for each environment variable that is set but has no effect."""
     return [
         f"{name}={environ[name]} has no effect; {instead}"
         for name, instead in UNSUPPORTED.items()
@@ -113,14 +111,14 @@ class Groups:
 
 
 class Engine:
-    """Accepts requests from any thread and executes the requests in the same order on all ranks of the process set.
+    """Executes requests from any thread, in the same order on all ranks of the process set.
 
     Args:
         groups: The process groups of the process set.
         ranks: The members' ranks in the world.
         settings: The engine options.
         timeline: The timeline.
-        limit_s: The timeout for a request that waits for other ranks.
+        limit_s: The default stall time after which the run ends.
     """
 
     def __init__(
@@ -211,9 +209,9 @@ class Engine:
             self._wake.notify()
 
     def close(self) -> None:
-        """Shut the engine down and wait for its thread.
+        """Shut down the engine and wait for its thread.
 
-        If the thread does not end in time, abort the running collectives and wait once more.
+        If the thread does not end in time, abort the running collectives and wait again.
         """
         self.request_close()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -262,18 +260,14 @@ class Engine:
             self._next_cycle = began + self._cycle_time_s
 
     def _pause(self, progress: bool) -> None:
-        """Sleep until the next cycle.
-
-        Without pending requests, sleep until a request is submitted or until the next heartbeat.  Otherwise sleep until
-        the cycle time has passed, so that more requests can be fused.  If a thread is waiting for a result and the last
-        cycle made progress, do not sleep.
-        """
+        """Sleep until the next cycle."""
         if not (self._submitted or self._negotiator.pending() or self._closing):
             with self._wake:
                 self._asleep = True
                 if not (self._submitted or self._closing):
                     self._wake.wait(self._heartbeat_s)
                 self._asleep = False
+        # wait for the cycle time, so that more requests can be fused, unless a thread is waiting for a result
         while (left := self._next_cycle - time.monotonic()) > 0:
             with self._wake:
                 if self._closing or (self._waiters and (progress or self._submitted)):
@@ -302,7 +296,7 @@ class Engine:
         return HorovodInternalError(str(self._ended))
 
     def _abort(self) -> None:
-        """Abort the running collectives of both process groups, so that no rank waits for this rank."""
+        """Abort the running collectives, so that no rank waits for this rank."""
         for group in (self._groups.control, self._groups.data):
             with contextlib.suppress(
                 RuntimeError

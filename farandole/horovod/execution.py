@@ -43,7 +43,7 @@ _SMALLEST_BUFFER = 1 << 20
 class Pack:
     """The tensors that are reduced in one all-reduce.
 
-    Each member is a ready request and the index of a tensor in this request.
+    Each member is a request and the index of one of its tensors.
     """
 
     dtype: torch.dtype
@@ -60,7 +60,8 @@ def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
     """Combine compatible all-reduces into packs of at most `threshold` bytes.
 
     All-reduces are compatible if their dtypes, operations, scale factors and devices are equal.  A tensor of more than
-    `threshold` bytes gets a pack to itself.  The packs are ordered by their first members.
+    `threshold` bytes gets a pack to itself.  The packs are in the order
+    in which their first members appear in `ready`.
     """
     packs: list[Pack] = []
     open_packs: dict[tuple[object, ...], Pack] = {}
@@ -81,7 +82,7 @@ def pack(ready: Iterable[Ready], threshold: int) -> list[Pack]:
 
 
 class FusionBuffer:
-    """Memory for one pack at a time, shared by all ranks in the group if possible.
+    """A buffer for one pack at a time, in memory shared with the other ranks if possible.
 
     The buffer grows to fit the largest pack.  Packs are the same on all ranks, so all ranks grow the buffer at
     the same time.
@@ -144,8 +145,8 @@ def adasum(flat: Tensor, parts: Callable[[Tensor], Sequence[Tensor]], group: dis
 
     The result is the sum for orthogonal gradients and the mean for equal gradients.  Ranks are combined in pairs, then
     in pairs of pairs, so the number of ranks must be a power of two.  In round k, a rank exchanges its vector with the
-    rank whose number differs in bit k.  Both ranks compute the same combination, lower rank first, so all results are
-    bitwise equal.
+    rank whose number differs in bit k.  Both ranks combine the two vectors in the same order, so all results are bitwise
+    equal.
 
     Args:
         flat: A flat tensor with the same size on all ranks.
@@ -180,7 +181,7 @@ def unsuitable_for_adasum(size: int) -> str | None:
 
 
 class Executor:
-    """Executes lists of ready requests on one process set.  The lists are the same on all members.
+    """Executes lists of ready requests on one process set.  The lists must be the same on all members.
 
     Args:
         group: The process set's data group.
@@ -392,7 +393,7 @@ class Executor:
 
 
 def agreed_shape(one: Ready, index: int) -> tuple[int, ...]:
-    """Return the shape on which the ranks have agreed for tensor number `index` of a request."""
+    """Return the agreed shape of the tensor at `index` in a request."""
     return one.signature.shapes[index]
 
 
@@ -407,10 +408,8 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 
 def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[object]:
-    """Return a context manager that enables inference mode if any request has inference tensors.
-
-    Inference tensors are writable only in inference mode.
-    """
+    """Return a context manager that enables inference mode if any request has inference tensors."""
+    # inference tensors are writable only in inference mode
     for request in requests:
         if request is not None and any(t.is_inference() for t in (*request.inputs, *request.outputs)):
             return torch.inference_mode()
@@ -418,12 +417,10 @@ def _mode_of(requests: Iterable[Request | None]) -> AbstractContextManager[objec
 
 
 def _wait_for_inputs(request: Request) -> None:
-    """Wait until the device has computed the inputs of `request`."""
     if request.event is not None:
         request.event.synchronize()
 
 
 def _wait_for_outputs(request: Request) -> None:
-    """Wait until the device has written the outputs of `request`, because the program may use them on any stream."""
-    if request.event is not None:
+    if request.event is not None:  # the program may use the outputs on any stream
         torch.accelerator.synchronize()

@@ -36,7 +36,7 @@ class Timeline:
         self._start = 0.0
 
     def start(self, path: str, marks_cycles: bool) -> None:
-        """Open the file.
+        """Start writing the timeline to the file at `path`.
 
         Raises:
             ValueError: if a timeline is already being written.
@@ -131,8 +131,8 @@ class StallInspector:
     Args:
         ranks: The members' ranks in the world.
         warn_s: The stall time after which to log a warning, or None to disable the checks.
-        shutdown_s: The stall time that ends the run, or 0 to use `limit_s`.
-        limit_s: The default stall time that ends the run.
+        shutdown_s: The stall time after which the run ends, or 0 to use `limit_s`.
+        limit_s: The default stall time after which the run ends.
         logs_warnings: Whether this rank logs warnings.
     """
 

@@ -12,7 +12,7 @@ gradients become ready.  Collectives must run in the same order on all ranks, so
    whether the rank has joined and whether the rank is shutting down.
 
 A cycle returns the list of requests to execute.  The list starts with the cached requests whose bits are set in the
-result, sorted by slot number.  Then come the requests that every rank (except joined ranks) has announced by name, in
+result of step 1, sorted by slot number.  Then come the requests that every rank (except joined ranks) has announced by name, in
 the order in which the announcements became complete.  `execution` fuses the list into packs and executes the packs in
 order.
 
@@ -26,8 +26,8 @@ after a rank has set the entry's bit, the rank announces the request again.)
 
 *Only submitted requests are executed.*  A bit is set in the result only if every rank that has not joined has set the
 bit.  A name is complete only if every rank that has not joined has announced it.  A rank that has not joined sets a
-bit or announces a name only for a submitted request, and keeps the request until execution.  A joined rank sets every
-used bit, contributes zeros to the collectives, and needs no request.
+bit or announces a name only for a submitted request, and keeps the request until execution.  A joined rank sets the
+bits of all used slots, contributes zeros to the collectives, and needs no request.
 
 *No request waits forever.*  Within a cycle, a rank waits only for other ranks' contributions to collectives, on the
 control group and (for the agreed list) on the data group.  A cycle therefore ends once every rank has begun it.  A rank
@@ -69,7 +69,7 @@ from farandole.horovod.requests import (
 
 @dataclass(frozen=True)
 class Entry:
-    """A cache entry: a request name on which all ranks in the process set have agreed, and each rank's signature."""
+    """A cache entry: the name of a request on which all ranks have agreed, and each rank's signature."""
 
     slot: int
     name: str
@@ -105,10 +105,10 @@ class ResponseCache:
         self._by_name.move_to_end(entry.name)
 
     def add(self, name: str, signatures: Sequence[Signature]) -> int | None:
-        """Store a cache entry, and return the slot of the discarded entry, or None if no entry was discarded.
+        """Add a cache entry, and return the slot of the replaced or evicted entry, or None.
 
-        If the name is already cached, its entry is replaced.  If the cache is full, the least recently used entry is
-        evicted.
+        If the name is already cached, its entry is replaced.  If the cache is full, the least recently used entry
+        is evicted.
         """
         if not self.capacity:
             return None
@@ -171,7 +171,7 @@ class Ready:
 
 @dataclass
 class Announcement:
-    """The message that a rank sends to all ranks in step 2."""
+    """The message that a rank sends to all ranks in step 2 of a cycle."""
 
     requests: list[tuple[str, Signature]] = field(default_factory=list)
     invalidated: list[int] = field(default_factory=list)
@@ -197,8 +197,8 @@ class Outcome:
 class Negotiator:
     """Runs negotiation cycles for one process set on this rank.
 
-    The attribute `table` maps each name that some members have not announced to a dict of signatures, keyed by member.
-    The names are in the order of their first announcement.
+    The attribute `table` contains the names that some but not all members have announced, in the order of their
+    first announcement.  It maps each name to a dict that maps members to signatures.
 
     Args:
         group: The control group.
@@ -239,7 +239,7 @@ class Negotiator:
             self._unannounced.append(request)
 
     def pending(self) -> bool:
-        """Return whether any request is unannounced or waiting for other ranks."""
+        """Return whether any of this rank's requests is unannounced or waiting for other ranks."""
         return bool(self._hits or self._unannounced or self._announced)
 
     def drop_all(self) -> None:
@@ -249,10 +249,10 @@ class Negotiator:
         self._announced.clear()
 
     def invalidate_older_than(self, before: float) -> None:
-        """Announce by name this rank's cached requests that were submitted before the time `before`.
+        """Invalidate the cache entries of pending requests that this rank submitted earlier than `before`.
 
-        `before` is a `time.monotonic` time.  On all ranks, `table` then shows which ranks have not submitted these
-        requests.
+        The requests are then announced by name.  `before` is a `time.monotonic` time.  Afterwards, `table` shows which
+        ranks have not submitted these requests.
         """
         for slot in [slot for slot, request in self._hits.items() if request.submitted < before]:
             self._invalidated.append(slot)
@@ -290,7 +290,7 @@ class Negotiator:
         return own
 
     def _combine(self, bits: int, quiet: bool) -> tuple[int, bool]:
-        """Run step 1 of a cycle.  Return the bits that all ranks have set, and whether no rank has an announcement."""
+        """Run step 1; return the bits that all ranks have set, and whether no rank has an announcement."""
         row = self._row
         data = row.numpy()
         data[0] = _QUIET if quiet else 0
@@ -313,7 +313,7 @@ class Negotiator:
         return ready
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
-        """Run step 2 of a cycle.  Return the announcements from all ranks."""
+        """Run step 2; return the announcements of all ranks."""
         payload = pickle.dumps(own, protocol=pickle.HIGHEST_PROTOCOL)
         blocks = self._gather(len(payload).to_bytes(8, "little") + payload[:_INLINE_BYTES], 8 + _INLINE_BYTES)
         lengths = [int.from_bytes(block[:8], "little") for block in blocks]
@@ -382,13 +382,11 @@ class Negotiator:
         return Ready(name, signatures, self._announced.pop(name, None), error)
 
     def _refusal_after_join(self, name: str, signature: Signature) -> str | None:
-        """Return an error message if a request is not supported after a join, otherwise None.
-
-        Joined ranks contribute zeros, which are correct for Sum and Average only.
-        """
+        """Return an error message if a request is not supported after a join, otherwise None."""
         if not self.joined:
             return None
         joined = ", ".join(str(self._ranks[member]) for member in self.joined)
+        # joined ranks contribute zeros, which are correct for Sum and Average only
         if signature.kind == BARRIER or (signature.kind == ALLREDUCE and signature.op <= SUM):
             return None
         operation = signature.kind

@@ -1,4 +1,4 @@
-"""Define process sets, the subsets of ranks that run collective operations."""
+"""Define process sets: subsets of ranks for collective operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
-    """A set of ranks that run collective operations with each other.
+    """A subset of ranks for collective operations.
 
     Before a set is used, all ranks in Horovod's world must register the set with `hvd.init(process_sets=...)` or
     `hvd.add_process_set`.  This includes the ranks that are not in the set.
@@ -25,7 +25,7 @@ class ProcessSet:
         ranks: Distinct ranks in Horovod's world, in any order.
 
     Raises:
-        ValueError: if `ranks` is not a list of distinct integers.
+        ValueError: if `ranks` does not consist of distinct integers.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -78,7 +78,7 @@ class ProcessSet:
         self.process_set_id, self.ranks, self._world_rank, self.engine = number, ranks, world_rank, engine
 
     def invalidate(self) -> None:
-        """Mark the set as unregistered, and forget its ranks and its engine."""
+        """Mark the set as unregistered, and clear its ranks and its engine."""
         self.process_set_id, self.ranks, self.engine = None, None, None
 
     def member(self) -> Engine:

@@ -1,7 +1,7 @@
-"""Define requests and the exceptions for failed requests, and compare the requests of different ranks.
+"""Define requests for collective operations, and check that the requests of all ranks match.
 
-A request asks the engine to run a named collective operation.  `Signature` holds the properties of a request that are
-sent to other ranks.  `Request` adds the name and this rank's tensors.
+A request asks the engine to run a named collective operation.  A `Signature` contains the properties that ranks
+exchange and compare.  A `Request` also contains the name and this rank's tensors.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Request:
         self._done.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the request as finished, and wake the waiting threads.  `error` is the reason if the request failed."""
+        """Mark the request as finished, and wake the waiting threads.  Pass `error` if the request failed."""
         self.error = error
         self._done.release()
 
@@ -166,15 +166,11 @@ def disagreement(name: str, signatures: Sequence[Signature | None], ranks: Seque
 
 
 def _one(kind: str) -> str:
-    """Return an operation kind with its indefinite article."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _show(value: Any) -> str:
-    """Format a value for an error message.
-
-    Shapes and tuples are formatted as lists, and a one-item tuple is formatted as its item.
-    """
+    """Format a value for an error message."""
     if isinstance(value, torch.Size):
         return str(list(value))
     if isinstance(value, tuple):

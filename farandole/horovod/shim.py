@@ -103,10 +103,10 @@ def install() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script, or a module given by `-m`, as `python` does.
+    """Run a script (or a module, with `-m`) as `python` does.
 
     Args:
-        arguments: The script or module, followed by its arguments.
+        arguments: The script's path or `-m MODULE`, followed by the program's arguments.
     """
     is_module = arguments[:1] == ["-m"]
     program = arguments[int(is_module) :]

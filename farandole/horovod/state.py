@@ -1,7 +1,4 @@
-"""Store this process's Horovod state: ranks, process sets and requests.
-
-Each process has one state, the object `horovod`.
-"""
+"""Store this process's Horovod state in the object `horovod`."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ Collect = Callable[[Request], Any]
 
 
 class Horovod:
-    """Stores this process's ranks, its process sets, and the requests whose results have not yet been returned."""
+    """This process's Horovod state: the world's ranks, the process sets and the pending requests."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -62,7 +59,7 @@ class Horovod:
         Args:
             comm: The job's ranks that form Horovod's world: an ascending list of ranks, or an mpi4py communicator.  All
                 ranks in the list must pass the same list.  None or an empty list selects all ranks of the job.
-            process_sets: The process sets to register, or "dynamic".  In both cases, more sets can be added later.
+            process_sets: The process sets to register.  "dynamic" registers none.  More sets can always be added later.
 
         Raises:
             ValueError: if `comm` or `process_sets` is invalid, this rank is not in `comm`, or an environment variable
@@ -124,13 +121,12 @@ class Horovod:
             dist.destroy_process_group()
 
     def _world_is_destroyed(self) -> bool:
-        """Return whether the program has destroyed the world that `init` joined."""
         return self.runtime is None or self.runtime.is_closed
 
     # ---- elastic programs ----
 
     def prepare_to_reform(self) -> None:
-        """Exchange the data that the surviving ranks need to form a new world if some ranks die."""
+        """Exchange process ids and hosts, so that the surviving ranks can form a new world if a rank dies."""
         runtime = self.joined()
         if self._elastic is not None or runtime.size == 1:
             return
@@ -143,7 +139,7 @@ class Horovod:
         self._elastic = World(store, runtime.rank, runtime.size, self._generation)
 
     def reform(self) -> None:
-        """Leave the world and form a new one with the surviving ranks.  All survivors must call this method."""
+        """Leave the world, and form a new world with the surviving ranks.  All survivors must call this method."""
         self.joined()
         world, self._elastic = self._elastic, None
         self.shutdown()
@@ -175,10 +171,10 @@ class Horovod:
     # ---- ranks and hosts ----
 
     def joined(self) -> Runtime:
-        """Return the runtime.
+        """Return the job's runtime.
 
         Raises:
-            ValueError: if `init` was not called.
+            ValueError: if `init` has not been called.
         """
         if self.runtime is None:
             raise ValueError(NOT_INITIALIZED)
@@ -225,14 +221,13 @@ class Horovod:
         self._homogeneous = len({hosts.count(name) for name in names}) == 1
 
     def _gather_text(self, text: str) -> list[str]:
-        """All-gather one string per rank.  Each string is truncated, or padded with null characters, to 256 bytes."""
+        """All-gather one string per rank, truncated or null-padded to 256 bytes."""
         data = torch.zeros(1, 256, dtype=torch.uint8)
         encoded = text.encode()[:256]
         data[0, : len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         return [row.numpy().tobytes().decode(errors="replace") for row in self._gather_rows(data)]
 
     def _gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """All-gather one row per rank."""
         signature = Signature(ALLGATHER, (row.dtype,), (tuple(row.shape),))
         engine = global_process_set.member()
         request = Request(engine.name_for("init"), signature, [row])
@@ -283,7 +278,7 @@ class Horovod:
         """Remove a process set.  All ranks must call this function.
 
         Returns:
-            Whether the set was removed.  The global process set cannot be removed.
+            True, or False for the global process set, which cannot be removed.
 
         Raises:
             ValueError: if the set is not registered.
@@ -303,7 +298,7 @@ class Horovod:
         return True
 
     def process_sets(self) -> dict[int, list[int]]:
-        """Return each registered set's ranks, keyed by set id."""
+        """Return a dict that maps the id of each registered set to its ranks."""
         self.joined()
         return {number: list(process_set.ranks or ()) for number, process_set in self._sets.items()}
 
@@ -317,7 +312,7 @@ class Horovod:
         self._sets[number] = process_set
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Create a process group from global torch.distributed ranks."""
+        """Create a process group.  `ranks` are global torch.distributed ranks."""
         backend = dist.get_backend()
         whole = len(self._world) == self.joined().size
         group: dist.ProcessGroup = dist.new_group(
@@ -339,10 +334,10 @@ class Horovod:
         return handle
 
     def start_timeline(self, path: str, marks_cycles: bool) -> None:
-        """Start writing the timeline to the file `path`, on rank 0 only.
+        """Start writing the timeline on rank 0; do nothing on other ranks.
 
         Args:
-            path: The timeline file.
+            path: The file to write.
             marks_cycles: Whether to record each cycle of the engine.
         """
         if self.rank == 0:

@@ -1,4 +1,4 @@
 """Start the ranks of a job, and determine the rank of a process in its job.
 
-Every program calls `runtime.init`.  `local.launch` is the launcher behind `--ranks`.
+A program calls `runtime.init` to join its job.  `local.launch` implements the option `--ranks` of farandole's commands.
 """

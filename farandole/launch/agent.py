@@ -26,7 +26,7 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logg
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this host, and monitors the ranks with a `RankMonitor` until all ranks have ended."""
+    """Starts the ranks of this host, and monitors them with a `RankMonitor` until all ranks have ended."""
 
     def __init__(
         self, spec: WorkerSpec, logs: LogsSpecs, rendezvous: LauncherRendezvous, program: Program
@@ -39,7 +39,7 @@ class Agent(LocalElasticAgent):
         self._to_handle = signals_to_handle()
 
     def failures(self, result: RunResult) -> list[RankFailure]:
-        """Return the ranks of this host that failed."""
+        """Return the failures of this host's ranks."""
         return [
             RankFailure(
                 rank=rank,
@@ -54,7 +54,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def global_ranks(self, local_ranks: Iterable[int]) -> list[int]:
-        """Convert local ranks to ranks in the world."""
+        """Convert local ranks to global ranks."""
         workers = self.get_worker_group().workers
         return [workers[local_rank].global_rank for local_rank in local_ranks]
 

@@ -44,9 +44,9 @@ def open_store(placement: Placement, timeout_s: float) -> dist.Store:
 
 
 def wait_for_readers(store: dist.Store, placement: Placement) -> None:
-    """Make rank 0 wait until the other ranks have read the store, because the store may disappear when rank 0 exits.
+    """On rank 0, wait until the other ranks have read the store.
 
-    All ranks must call this function.
+    The store may disappear when rank 0 exits.  All ranks must call this function.
     """
     if placement.rank > 0:
         store.set(f"farandole/has read/{placement.rank}", "")
@@ -116,7 +116,7 @@ def _open_on_host(job: str, placement: Placement, timeout: timedelta) -> dist.St
 
 
 def _serve_port(name: str, port: int, others: int, timeout_s: float) -> None:
-    """Listen on `name`, and start a thread that sends `port` to the other ranks (`others` of them)."""
+    """Listen on `name`, and start a thread that sends `port` to `others` ranks."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(name)

@@ -92,12 +92,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_command(name: str, arguments: list[str]) -> NoReturn:
-    """Replace this process with a command.
-
-    The command remains pinned to this rank's cores, and the kernel still kills the command when the launcher ends.
-    """
+    """Replace this process with a command."""
     if sys.stdout is not None:
         sys.stdout.flush()
+    # exec preserves the CPU affinity and the signal that kills the rank when the launcher ends
     os.execvp(name, [name, *arguments])
 
 
@@ -129,10 +127,7 @@ def _apply_share(share: Share) -> None:
 
 
 def _redirect_output(folder: str) -> None:
-    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does.
-
-    A restarted rank appends to the files.
-    """
+    """Redirect this rank's output to the files `stdout` and `stderr` in `folder`/rank.N, as horovodrun does."""
     restarted = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
     mode = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if restarted else os.O_TRUNC)
     width = len(str(int(os.environ["WORLD_SIZE"]) - 1))
@@ -151,10 +146,7 @@ def _error_report(error: BaseException) -> ErrorReport:
 
 
 def _exit_report(code: object) -> ErrorReport:
-    """Return the report for `sys.exit(code)`, where `code` is an exit status or a message.
-
-    The report has no traceback.
-    """
+    """Return the report for `sys.exit(code)`, where `code` is an exit status or a message."""
     if isinstance(code, int):
         return ErrorReport(kind="SystemExit", message=f"exit status {code}", trace="", status=code & 0xFF)
     return ErrorReport(kind="SystemExit", message=str(code), trace=f"{code}\n")
@@ -171,10 +163,7 @@ def _fail(report: ErrorReport) -> NoReturn:
 
 
 def _program_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames that start the program.
-
-    Return None if the program did not start, for example because of a syntax error.
-    """
+    """Return the traceback without the frames that start the program, or None if no frames remain."""
     starting = (__file__, runpy.__file__)
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -185,10 +174,7 @@ def _program_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether `error`, or one of its causes, is a communication error of this package or of Gloo.
-
-    Such an error is a consequence of *another* rank's failure.
-    """
+    """Return whether *another* rank's failure caused `error` (a communication error of farandole or Gloo)."""
     errors = sys.modules.get("farandole.comm.errors")
     while error is not None:
         if errors is not None and isinstance(error, errors.CommunicationError):

@@ -1,6 +1,6 @@
 """Read the limits that control groups set for a container, a Kubernetes pod or a Slurm job.
 
-The functions support both versions of control groups and consider every enclosing group: see cgroups(7) and
+Both versions of control groups are supported, and the limits of all enclosing groups apply.  See cgroups(7) and
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -17,7 +17,7 @@ UNLIMITED = 1 << 60
 
 
 def available_memory() -> int:
-    """Return how many bytes of memory this process can still allocate on this host and in its control groups."""
+    """Return how many bytes of memory the host and the control groups still allow this process to allocate."""
     kib = read_field(Path("/proc/meminfo"), "MemAvailable:")
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kib is None else kib << 10
     granted = free_memory()
@@ -55,7 +55,7 @@ def free_tasks() -> int | None:
 
 
 def processor_quota() -> float | None:
-    """Return the processor quota of the control groups as a number of processors; None if there is no quota.
+    """Return the CPU quota of the control groups, as a number of processors; None if there is no quota.
 
     `docker run --cpus` and Kubernetes limits set this quota.
     """
@@ -71,10 +71,7 @@ def processor_quota() -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Return the number of processes in this control group that the kernel has killed for lack of memory.
-
-    The result is None if the number is unknown.
-    """
+    """Return how many processes of this control group the kernel has killed for lack of memory; None if unknown."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             kills = read_field(folder / name, "oom_kill")
@@ -84,10 +81,7 @@ def oom_kills() -> int | None:
 
 
 def read_field(path: Path, name: str) -> int | None:
-    """Return the number that follows `name` in a file, or None if the file does not contain `name`.
-
-    Each line of the file has a name and a number.
-    """
+    """Return the number on the line `<name> <number>` of a file, or None if there is no such line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
 """Divide a host's cores among the ranks of a job, excluding cores reserved by other jobs.
 
 Every rank of a data-parallel job waits for the slowest rank, so all ranks get the same number of threads, on cores that
-no other rank uses.  The launcher divides the processors in its own affinity mask, within the processor quota of its
-container.  The hardware threads of a physical core stay together.
+no other rank uses.  The launcher divides the processors in its own affinity mask, within the CPU quota of its
+container.  The hardware threads of a physical core stay together, unless there are fewer cores than ranks.
 
-A job reserves a processor by binding a name in Linux's *abstract* socket namespace.  A name has one owner at a time,
-even among different users, and leaves nothing on disk.  The kernel releases the name when the launcher ends for any
-reason, and the ranks end with the launcher.  Reservations are advisory: any process can still use the processor.
+A job reserves a processor by binding a name in Linux's *abstract* socket namespace.  Only one process on the host can
+bind a name at a time, and the name creates no file.  When the launcher ends, for any reason, the kernel releases the
+name.  The ranks end when the launcher ends.  Reservations are advisory: any process can still use the processor.
 Containers with separate network namespaces do not see each other's reservations.
 """
 
@@ -40,7 +40,7 @@ LOCK_S = 2.0
 class Share:
     """The number of threads of one rank, and the processors to which the rank is pinned.
 
-    Without processors, the rank is not pinned.
+    If `processors` is empty, the rank is not pinned.
     """
 
     threads: int
@@ -92,8 +92,8 @@ def physical_cores(
 
     Args:
         processors: The logical processors to group.
-        siblings: A function that returns all logical processors on the same physical core as a given processor.  None
-            selects the processors that Linux lists.
+        siblings: A function that returns all logical processors on the same physical core as its argument; by
+            default, the topology is read from sysfs.
     """
     find = siblings or _siblings
     return sorted({tuple(sorted((find(p) | {p}) & processors)) for p in processors})
@@ -128,13 +128,12 @@ def divide_cores(
     """Divide `cores` among the `ranks` of this host.
 
     Args:
-        quota: The available processor time, as a number of processors; None if unlimited.
-        pin: Whether to pin the ranks.  Each rank is pinned to its own cores; with fewer cores than ranks, the same
-            number of ranks is pinned to each core.  Without pinning, the kernel may run more ranks on one core than on
-            another, and every collective waits for the slower ranks.  Ranks are not pinned if they cannot be divided
-            evenly among the cores, if other jobs have reserved cores that the ranks need, or if `quota` allows less
-            time than the cores provide.  A single rank is pinned only if other jobs have reserved cores.
-        threads: The number of threads per rank; None divides the cores by the number of ranks.
+        quota: The CPU quota, as a number of processors; None if unlimited.
+        pin: Whether to pin each rank to its own cores.  If there are fewer cores than ranks, several ranks are pinned to
+            the same core.  Ranks are not pinned if some cores would have more ranks than others, if other jobs'
+            reservations leave fewer cores than ranks, or if `quota` is smaller than the number of cores.  A single rank
+            is pinned only if other jobs have reserved cores.
+        threads: The number of threads per rank; by default, the number of cores divided by the number of ranks.
         reserved: The processors that other jobs have reserved.
     """
     free = [core for core in cores if not set(core).intersection(reserved)]
@@ -199,7 +198,7 @@ def _format_processors(processors: Sequence[int]) -> str:
 
 
 class CoreReservation:
-    """The processors that this job has reserved, until `release` is called or the process ends."""
+    """Reserves processors for this job until `release` is called or the process ends."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
@@ -213,7 +212,7 @@ class CoreReservation:
         return frozenset(self._sockets)
 
     def reserve(self, processors: Collection[int]) -> None:
-        """Reserve the given processors, except processors reserved by another job."""
+        """Reserve `processors`, but skip processors that another job has reserved."""
         for processor in sorted(processors):
             try:
                 self._sockets[processor] = _bind(f"processor {processor}")
@@ -237,7 +236,7 @@ class CoreReservation:
 def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Division]:
     """Reserve cores for this job, divide them among its ranks, and release them when the context exits.
 
-    Cores that other jobs have reserved are not used if enough other cores exist.
+    Cores reserved by other jobs are used only if there are too few unreserved cores.
     """
     processors = affinity()
     reservation = CoreReservation()
@@ -264,11 +263,8 @@ def reserve_cores(ranks: int, pin: bool, threads: int | None) -> Iterator[Divisi
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Ensure that only one launcher at a time reserves cores.
-
-    Otherwise, if two jobs start at the same time, each job could reserve only some of the cores that it needs.  If
-    another launcher holds the lock for longer than `LOCK_S` seconds, continue without the lock.
-    """
+    """Hold the lock for reserving cores; if waiting takes `LOCK_S` seconds, continue without the lock."""
+    # Without a lock, if two jobs start at the same time, each job could get only some of the cores that it needs.
     deadline = time.monotonic() + LOCK_S
     held = None
     while held is None and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
 """Identify the launcher that started this process, and read the rank from the launcher's environment variables.
 
 For each launcher, one function maps `environ` to a `Placement`, or to None if the launcher's variables are not set.
-The order of `LAUNCHERS` puts inner launchers first: torchrun started by srun counts as torchrun, mpirun inside a Slurm
-allocation counts as mpirun (Slurm's variables then describe mpirun's helper processes, not the ranks), and srun with
-its own PMI counts as srun.
+`LAUNCHERS` lists these functions in order of precedence.  If launchers are nested, the innermost launcher takes
+precedence: torchrun started by srun counts as torchrun.  mpirun in a Slurm allocation counts as mpirun, because Slurm's
+variables then describe mpirun's helper processes, not the ranks.  srun may also set PMI variables, so srun precedes PMI.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ def find_placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables set by torch's elastic agent (torchrun, `farandole launch`) or by the user.
-
-    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-    """
+    """Read the variables that torch's elastic agent (torchrun, `farandole launch`) or the user has set."""
+    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
     run_id = environ.get("TORCHELASTIC_RUN_ID")
@@ -74,12 +72,10 @@ def _torchrun(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _hydra(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of Hydra, the mpiexec of MPICH, MVAPICH and Intel MPI.
-
-    No variable identifies the job, but on each host all ranks descend from one `hydra_pmi_proxy`.
-    """
+    """Read the variables of Hydra, the mpiexec of MPICH, MVAPICH and Intel MPI."""
     if "MPI_LOCALRANKID" not in environ or "PMI_RANK" not in environ:
         return None
+    # No variable identifies the job, but on each host all ranks descend from one `hydra_pmi_proxy`.
     one_host = environ.get("MPI_LOCALNRANKS") == environ.get("PMI_SIZE")
     advice = "on the first host, run mpiexec -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500"
     rendezvous = master_address(environ, "mpirun (Hydra)") or (
@@ -90,13 +86,11 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of Open MPI, whose mpirun uses PRRTE since version 5, and ORTE in older versions.
-
-    The PMIx namespace, which contains the process id of mpirun, identifies the job.
-    """
+    """Read the variables of Open MPI's mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     one_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ.get("OMPI_COMM_WORLD_SIZE")
+    # The PMIx namespace contains the process id of mpirun.  mpirun uses ORTE before version 5, and then PRRTE.
     job = environ.get("PMIX_NAMESPACE") or _job_of_ancestor("mpirun", "orterun", "orted", "prterun", "prted")
     advice = "on the first host, run mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500"
     rendezvous = master_address(environ, "mpirun (Open MPI)") or (
@@ -107,7 +101,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> Placement | None:
-    """Read the rank and size, which every PMI implementation provides; PMI does not describe hosts."""
+    """Read the variables of PMI, which contain the rank and size but do not describe hosts."""
     if "PMI_RANK" in environ:
         advice = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         rendezvous = master_address(environ, "PMI") or NoRendezvous(advice)
@@ -122,10 +116,7 @@ def _pmi(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _job_of_ancestor(*names: str) -> str:
-    """Return a job name derived from the nearest ancestor process whose name is in `names`, or else from the parent.
-
-    The job name includes the ancestor's start time, because process ids are reused.
-    """
+    """Return a job name derived from the nearest ancestor process named in `names`, or else from the parent."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -133,13 +124,13 @@ def _job_of_ancestor(*names: str) -> str:
         except (OSError, ValueError):  # no /proc, or an ancestor outside this container
             break
         if name in names:
-            return f"{name}-{pid}-{started}"
+            return f"{name}-{pid}-{started}"  # with the start time, because process ids are reused
         pid = parent
     return f"parent-{os.getppid()}"
 
 
 def _process(pid: int) -> tuple[str, int, int]:
-    """Return the name, parent and start time (in clock ticks since boot) of a process; see proc(5)."""
+    """Return the name, parent id and start time (in clock ticks since boot) of a process; see proc(5)."""
     text = Path(f"/proc/{pid}/stat").read_text()
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
@@ -150,11 +141,9 @@ def _process(pid: int) -> tuple[str, int, int]:
 
 
 def _slurm(environ: Mapping[str, str]) -> Placement | None:
-    """Read the variables of a task started by srun.
-
-    https://slurm.schedmd.com/srun.html, "Output environment variables".  For a script that sbatch has
-    started directly, return None even though SLURM_PROCID is set (to 0).
-    """
+    """Read the variables of a task started by srun."""
+    # See "Output environment variables" in https://slurm.schedmd.com/srun.html.  In a script that sbatch has started
+    # directly, SLURM_PROCID is 0.
     is_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if "SLURM_PROCID" not in environ or is_batch_script:
         return None
@@ -179,7 +168,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Expand Slurm's run-length encoded list of the number of tasks on each node.
+    """Return the number of tasks on each node, decoded from Slurm's run-length encoding.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
@@ -191,10 +180,7 @@ def tasks_per_node(counts: str) -> list[int]:
 
 
 def _slurm_rendezvous(environ: Mapping[str, str]) -> Rendezvous:
-    """Return the rendezvous for a job step.
-
-    If the step uses several hosts, the address is the first host and a port derived from the job and step ids.
-    """
+    """Return the rendezvous of a job step; on several hosts, derive a port from the job and step ids."""
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "0")
     node_lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in node_lists if name in environ), "")

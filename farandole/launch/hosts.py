@@ -96,7 +96,10 @@ def assign_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether `name` is a name of this host, that is, whether a socket can be bound to the address of `name`."""
+    """Return whether `name` refers to this host.
+
+    A name refers to this host if a socket can be bound to its address.
+    """
     if name in ("localhost", socket.gethostname()):
         return True
     with contextlib.suppress(OSError):
@@ -130,8 +133,8 @@ class RendezvousConfig:
     """Describes how the launchers of a job, one per host, find each other.
 
     The job has `nodes` launchers, and `node_rank` is the index of this launcher.  The launchers share a store, which
-    listens on `port` at one of `addresses`.  A job on one host has no address: its store listens on a free port of the
-    loopback interface.
+    listens on `port` at one of `addresses`.  Without addresses, the job runs on one host, and the store listens on a
+    free port of the loopback interface.
     """
 
     nodes: int = 1
@@ -154,17 +157,17 @@ class RendezvousConfig:
 def parse_rendezvous(
     nodes: int, node_rank: int, address: str | None, timeout_s: float, interfaces: str | None = None
 ) -> RendezvousConfig:
-    """Return the configuration of this launcher, for a job in which the user starts one launcher on each host.
+    """Return the rendezvous configuration of a launcher that the user has started on this host.
 
     Args:
         nodes: The value of `--nodes`, the number of hosts.
         node_rank: The value of `--node-rank`, the index of this host.
-        address: The value of `--rendezvous`: "HOST:PORT", with a port on the first host, or None for a job on one host.
+        address: The value of `--rendezvous`: the first host and a port, as "HOST:PORT"; None for a job on one host.
         timeout_s: How long to wait for the other launchers, in seconds.
         interfaces: The value of `--network-interface`, or None.
 
     Raises:
-        LaunchError: if `address` is missing or invalid, or `node_rank` is out of range.
+        LaunchError: if `address` is invalid, or is None with several hosts, or if `node_rank` is out of range.
     """
     if nodes < 1 or not 0 <= node_rank < nodes:
         raise LaunchError(
@@ -188,7 +191,7 @@ def parse_rendezvous(
 
 
 def find_interfaces(names: str | None) -> dict[str, str]:
-    """Return the IPv4 addresses of network interfaces, keyed by interface name.
+    """Return a dict that maps the names of network interfaces to their IPv4 addresses.
 
     Args:
         names: The names of the interfaces ("eth0,eth1"), or None for all interfaces except the loopback interface.
@@ -212,7 +215,7 @@ def find_interfaces(names: str | None) -> dict[str, str]:
 
 
 def use_interfaces(names: Iterable[str]) -> None:
-    """Select the network interfaces for communication between hosts, for all ranks that this process starts later."""
+    """Set environment variables so that ranks started later use these interfaces for inter-node traffic."""
     os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, ",".join(names)))
 
 

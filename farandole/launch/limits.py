@@ -79,10 +79,7 @@ def _limits(ranks: int) -> list[tuple[int, str]]:
 
 
 def _free_user_tasks() -> int | None:
-    """Return the number of additional processes and threads that RLIMIT_NPROC allows this user.
-
-    The result is None if there is no limit.
-    """
+    """Return how many more processes and threads RLIMIT_NPROC allows this user; None if unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit == resource.RLIM_INFINITY or os.getuid() == 0 or sys.platform != "linux":  # root has no limit
         return None

@@ -59,13 +59,13 @@ def launch(
     Each process finds its rank with `farandole.init()`.  Call this function in the main thread.
 
     Args:
-        pin: Whether to pin each rank to its own cores.  A line on stderr describes the division of the cores.
+        pin: Whether to pin each rank to its own cores.
         stop_timeout_s: How long, in seconds, ranks may run after a signal to the launcher before they are killed.
-        quiet: Whether to omit the line on stderr.
+        quiet: Whether to omit the line on stderr that describes each rank's cores.
 
     Returns:
         The exit status of the rank that failed first, or 0.  When a rank fails, the other ranks are stopped, and the
-        cause is printed once on stderr.  Ctrl-C and SIGTERM are forwarded to the ranks; see `monitor`.
+        cause is printed once on stderr.  Ctrl-C and SIGTERM are forwarded to the ranks; see `farandole.launch.monitor`.
 
     Raises:
         LaunchError: if the ranks cannot be started.
@@ -82,8 +82,6 @@ def run_on_this_host(
     """Run the ranks of this host; return the exit status.
 
     Args:
-        program: The program to run.
-        ranks: The number of ranks on this host.
         rendezvous: How this launcher finds the launchers of the other hosts.
         name: The name of this host, if another process has started this launcher.  That process then reports how the
             job ended.
@@ -127,7 +125,7 @@ def run_on_this_host(
 
 @contextlib.contextmanager
 def key_for_ranks() -> Iterator[None]:
-    """Put a new job key into the environment for the duration of the context, unless the user has set a key."""
+    """Set a new job key in the environment for the duration of the context, unless the user has set a key."""
     try:
         is_set = _job_key.job_key() is not None
     except ValueError as error:
@@ -143,7 +141,7 @@ def key_for_ranks() -> Iterator[None]:
 
 
 def _threads_of_user() -> int | None:
-    """Return OMP_NUM_THREADS if the user has set it for the launcher; the value applies to each rank."""
+    """Return the number of threads per rank that the user has set in OMP_NUM_THREADS, or None."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -151,7 +149,7 @@ def _threads_of_user() -> int | None:
 def _run_agent(
     command: Sequence[str], ranks: int, config: RendezvousConfig, program: Program, *, print_end: bool
 ) -> int:
-    """Run the agent until the job ends; report a failure, and return the exit status."""
+    """Run the agent until the job ends; report any failures, and return the exit status."""
     with uncollected():  # torch takes a second to import, so it is imported after all checks
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -184,14 +182,7 @@ def _run_agent(
 
 
 def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, print_end: bool) -> int:
-    """Print why the job failed or was stopped, publish failures to other hosts, and return the exit status.
-
-    Args:
-        agent: The agent that has run the ranks of this host.
-        failures: The failed ranks of this host.
-        oom_kills: The number of processes that the kernel killed for lack of memory during the job, if known.
-        print_end: Whether to report a signal, or a failure on another host.
-    """
+    """Print why the job failed or was stopped, publish failures to other hosts, and return the exit status."""
     interrupted, elsewhere = agent.rank_monitor.interrupted_by, agent.rendezvous.remote_failure
     if interrupted or elsewhere:
         # omit ranks that failed as a consequence
@@ -213,11 +204,8 @@ def _report(agent: Agent, failures: list[RankFailure], oom_kills: int | None, pr
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[str]:
-    """Create a temporary folder for the duration of the context, and remove the folders of killed launchers.
-
-    Each launcher holds a lock in its folder.  The kernel releases the lock when the launcher ends, so an unlocked
-    folder is not in use.
-    """
+    """Yield a temporary folder that is deleted when the context exits; first delete folders of killed launchers."""
+    # The kernel releases a launcher's lock when the launcher ends, so an unlocked folder is not in use.
     _remove_unused_folders()
     with (
         tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder,

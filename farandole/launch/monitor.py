@@ -4,7 +4,7 @@
    they get SIGTERM, and after a few seconds SIGKILL.
 2. The first signal to the launcher (Ctrl-C, SIGTERM, SIGHUP, SIGQUIT) is forwarded to every rank once.  The ranks
    have `stop_timeout_s` seconds to save their state and exit, by default one minute.  A second signal kills the ranks.
-3. The processes that a rank has started (data loaders, for example) end with the rank, unless the rank succeeded.
+3. When a rank fails, the processes that it has started (data loaders, for example) are killed.
 
 A signal that was ignored when the launcher started stays ignored.  `nohup` ignores SIGHUP, and a shell without job
 control ignores SIGINT and SIGQUIT for its background jobs.
@@ -45,7 +45,7 @@ def restore_ignored_signals() -> None:
 
 @contextlib.contextmanager
 def restored_handlers() -> Iterator[None]:
-    """Save the handlers for the signals in `SIGNALS`, and restore the handlers when the context exits."""
+    """Restore the handlers for the signals in `SIGNALS` when the context exits."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -55,10 +55,10 @@ def restored_handlers() -> Iterator[None]:
 
 
 class RankMonitor:
-    """Monitors the ranks of one host, identified by local rank, and sends signals according to the rules above.
+    """Monitors the ranks of one host, and sends signals according to the rules in this module's docstring.
 
-    `global_ranks` maps each local rank to its rank in the world, for use in messages.  Call `poll` repeatedly until all
-    ranks have ended, that is, until `poll` returns True.  `interrupt` may be called from a signal handler.
+    Ranks are identified by local rank.  `global_ranks` maps each local rank to its global rank, for messages.
+    Call `poll` repeatedly until it returns True.  `interrupt` may be called from a signal handler.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class RankMonitor:
 
     @property
     def interrupted_by(self) -> int:
-        """The first signal that the launcher received, or 0."""
+        """The number of the first signal that the launcher received, or 0."""
         return self._signals[0] if self._signals else 0
 
     def interrupt(self, number: int) -> None:
-        """Record a signal to the launcher; the next `poll` forwards it."""
+        """Record that the launcher has received signal `number`; the next `poll` handles the signal."""
         self._signals.append(number)
 
     def fail(self) -> None:
-        """Record a failure of the job outside this host; the next `poll` stops the ranks."""
+        """Record that the job has failed; later calls to `poll` stop the ranks."""
         if self._failed_at is None:
             self._failed_at = time.monotonic()
 
@@ -118,7 +118,7 @@ class RankMonitor:
         return False
 
     def _find_running(self) -> list[int]:
-        """Return the ranks that are still running; record ranks that ended or failed since the last call."""
+        """Return the running ranks; record ranks that have ended or failed."""
         running = []
         for rank, process in self._processes.items():
             status = self._poll(process)
@@ -132,14 +132,11 @@ class RankMonitor:
         return running
 
     def _poll(self, process: Popen[bytes]) -> int | None:
-        """Return a rank's exit status, or None while the rank is running.
-
-        If the rank failed, first kill the processes that it has started.  They are killed before the rank is reaped,
-        because the kernel may reuse the id of the process group after that.
-        """
+        """Return a rank's exit status, or None if the rank is running; if it failed, kill its child processes."""
         if process.returncode is None and sys.platform == "linux":
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None and ended.si_status != 0:
+                # before the rank is reaped, because the kernel may then reuse the id of the process group
                 os.killpg(process.pid, signal.SIGKILL)
         return process.poll()
 
@@ -157,7 +154,7 @@ class RankMonitor:
             notify(describe_slow_stop(slow, self._stop_timeout_s))
 
     def _send(self, number: signal.Signals, running: list[int]) -> None:
-        """Send a signal to the process group of each running rank: the rank and the processes that it has started."""
+        """Send a signal to each running rank and the processes that it has started."""
         for rank in running:
             self.stopped.add(rank)
             os.killpg(self._processes[rank].pid, number)

@@ -1,8 +1,8 @@
 """Run the launcher of one host, for a job that one command starts on several hosts.
 
-The command runs `python -m farandole.launch.node` on each host, and writes to this launcher's standard input: first a
-line with a `NodeSpec`, then one line per signal to raise, with the signal's number.  The end of the input means that
-the command has ended, so this launcher also ends.
+The command runs `python -m farandole.launch.node` on each host, and writes to this launcher's standard input.  The
+first line is a `NodeSpec`.  Each later line is the number of a signal to raise.  The input ends when the command ends;
+then this launcher also ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NodeSpec:
 
 
 def main() -> None:
-    """Run the part of the job that standard input describes."""
+    """Read a `NodeSpec` from standard input, and run the ranks that it describes."""
     restore_ignored_signals()  # signals arrive through standard input only, and `_raise_signals` raises them
     control = _detach_input()
     text = control.readline()
@@ -89,7 +89,7 @@ def _run(spec: NodeSpec) -> int:
 
 
 def _detach_input() -> TextIOWrapper:
-    """Return standard input, and replace it with an empty file, because the ranks must not read from it."""
+    """Return the original standard input, and redirect descriptor 0, which the ranks inherit, to /dev/null."""
     own = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -98,7 +98,7 @@ def _detach_input() -> TextIOWrapper:
 
 
 def _raise_signals(control: TextIOWrapper) -> None:
-    """Raise the signals read from the input; at the end of the input, end this process immediately."""
+    """Raise the signals read from `control`; when the input ends, raise two more signals to kill the ranks."""
     for line in control:
         os.kill(os.getpid(), int(line))
     # Use two different signals, because the kernel may merge equal signals.  The second signal kills the ranks.

@@ -1,8 +1,7 @@
 """The rank of a process in its job, and the rendezvous of the ranks.
 
-A launcher (torchrun, mpirun, srun, `farandole launch`) sets each process's rank in launcher-specific environment
-variables.  `environments.py` reads these variables into a `Placement`; no other code depends on the launcher.  This
-module does not import torch or use the network.
+Each launcher (torchrun, mpirun, srun, `farandole launch`) uses different environment variables for a process's rank.
+`environments.py` reads these variables into a `Placement`.  This module does not import torch or use the network.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class TorchVariables:
-    """Rendezvous as in torch: through the store at MASTER_ADDR and MASTER_PORT."""
+    """Rendezvous through torch's store at MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ Rendezvous = TorchVariables | Address | SameHost | NoRendezvous
 class Placement:
     """One rank: `rank` of `size` in the world, `local_rank` of `local_size` on its host.
 
-    `local_rank` and `local_size` are None if the launcher does not provide them.  The ranks then exchange their host
-    names.
+    `local_rank` and `local_size` are None if the launcher does not provide these values.  The ranks then exchange host
+    names to compute them.
     """
 
     launcher: str

@@ -107,10 +107,8 @@ def _is_own_python(word: str) -> bool:
 
 
 def _environment(python: Path) -> Path:
-    """Return the folder of an interpreter's virtual environment, or the interpreter if there is no such environment.
-
-    Virtual environments usually link to the same interpreter file, so this file does not identify the environment.
-    """
+    """Return the folder of the interpreter's virtual environment, or the interpreter itself if there is none."""
+    # The interpreter does not identify its virtual environment, because environments usually link to the same file.
     folder = python.absolute().parent.parent
     return folder.resolve() if (folder / "pyvenv.cfg").is_file() else python.resolve()
 
@@ -166,7 +164,7 @@ def _find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Find a module with the finders in `sys.meta_path`, which include the finders for editable installations."""
+    """Find a module with the finders in `sys.meta_path`, which support editable installations."""
     try:
         return importlib.util.find_spec(name) if name else None
     except ValueError:  # the module is loaded but has no spec

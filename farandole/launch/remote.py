@@ -42,7 +42,7 @@ HOST_VARIABLES = re.compile(
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """A remote shell: the command that runs other commands on a host, such as ssh in `ssh HOST COMMAND...`."""
+    """A command that runs other commands on a host, such as ssh in `ssh HOST COMMAND...`."""
 
     command: str = "ssh"
     port: int | None = None
@@ -74,9 +74,8 @@ def launch_on_hosts(
 ) -> int:
     """Run a program on several hosts; return the exit status.
 
-    Each host runs one rank per slot, and ranks are numbered in the order of the hosts.
-
-    Every host needs this Python interpreter and this working directory at the same paths.
+    Each host runs one rank per slot, and ranks are numbered in the order of the hosts.  Every host needs this Python
+    interpreter and this working directory at the same paths.
 
     Args:
         interfaces: The network interfaces to use ("eth0,eth1"); with None, each host chooses an interface.
@@ -130,7 +129,7 @@ def _launcher_command(host: str, here: bool, shell: RemoteShell) -> list[str]:
 
 @dataclass
 class _RemoteJob:
-    """Runs the launchers of a job's hosts from start to end."""
+    """Starts, monitors and stops the launchers of a job, one per host."""
 
     nodes: Sequence[tuple[NodeSpec, list[str]]]
     """The spec of each host, and the command that starts its launcher."""
@@ -168,11 +167,7 @@ class _RemoteJob:
             _write(launcher, spec.dump())
 
     def _monitor(self) -> tuple[str, int] | None:
-        """Serve the store, forward signals, and stop the launchers on all hosts when one launcher fails.
-
-        Returns:
-            The host that failed first and the exit status of its launcher, or None.
-        """
+        """Wait until all launchers have ended; return the host that failed first and its exit status, or None."""
         # importing torch takes seconds; the other launchers import it at the same time
         import torch.distributed as dist
 
@@ -219,7 +214,7 @@ class _RemoteJob:
         self._signals.append(number)
 
     def _forward_signals(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Forward the first signal; after the second, close the standard input of all launchers, which ends them."""
+        """Forward the first signal; after the second signal, end the launchers by closing their input."""
         if len(self._signals) == self._forwarded:
             return
         for launcher in running:
@@ -254,7 +249,7 @@ def _close(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """End a launcher by closing its input; kill it if it does not end."""
+    """End a launcher by closing its input; kill the launcher if it does not end in time."""
     _close(launcher)
     try:
         launcher.wait(timeout=STOP_TIMEOUT_S)

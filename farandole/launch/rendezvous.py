@@ -89,9 +89,9 @@ class LauncherRendezvous(StaticTCPRendezvous):
             time.sleep(0.05)
 
     def check_remote_failure(self) -> bool:
-        """Return whether another host has published a failure, or the store is lost.
+        """Return whether another host has published a failure or the store is unreachable.
 
-        Reads the store at most once per second.
+        The store is read at most once per second.
         """
         now = time.monotonic()
         if self._config.nodes > 1 and self._store is not None and now >= self._checked_at + CHECK_S:
@@ -104,7 +104,7 @@ class LauncherRendezvous(StaticTCPRendezvous):
         return self.remote_failure is not None
 
     def publish_failure(self, message: str) -> None:
-        """Publish `message`, which describes a failure of ranks on this host, to the launchers of the other hosts."""
+        """Publish a message about failed ranks of this host to the launchers of the other hosts."""
         if self._config.nodes == 1 or self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the store has ended; the other launchers detect this
@@ -126,8 +126,8 @@ class LauncherRendezvous(StaticTCPRendezvous):
 
 
 def _find_store(hosts: Sequence[str], port: int, deadline: float) -> str:
-    """Return the first host at which the store answers; poll in Python so that Ctrl-C works."""
-    while True:
+    """Return the first host at which the store answers."""
+    while True:  # poll in Python, so that Ctrl-C works
         for host in hosts:
             try:
                 socket.create_connection((host, port), timeout=2).close()

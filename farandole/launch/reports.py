@@ -49,7 +49,7 @@ class ErrorReport:
 class RankFailure:
     """A failed rank: its exit status and its report, if any.
 
-    A negative `status` means that signal number -`status` has killed the rank.
+    A negative `status` means that signal `-status` killed the rank.
     """
 
     rank: int
@@ -76,7 +76,7 @@ def write_report(path: str, report: ErrorReport) -> None:
 
 
 def read_report(data: dict[str, object]) -> ErrorReport | None:
-    """Return the report in a rank's error file, or None if the file contains no report written by `write_report`.
+    """Return the report in a rank's error file, or None if `write_report` did not write the file.
 
     Args:
         data: The content of the file, as read by torch's elastic agent.
@@ -120,7 +120,7 @@ def find_cause(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def exit_status(failure: RankFailure) -> int:
-    """Return the launcher's exit status for the rank failure that caused the end of the job.
+    """Return the launcher's exit status for the rank failure that ended the job.
 
     As in a shell, the exit status for a rank killed by signal number N is 128 + N.
     """
@@ -139,7 +139,7 @@ def _summary(failure: RankFailure) -> str:
 
 
 def _consequences(others: Sequence[RankFailure]) -> str:
-    """Return one line about the ranks that failed as a consequence of the first failure, or were stopped."""
+    """Return one line about the other ranks that failed or were stopped."""
     stopped = [f.rank for f in others if _was_stopped(f)]
     failed = [f for f in others if not _was_stopped(f)]
     clauses = []
@@ -180,7 +180,7 @@ def count(number: int, noun: str) -> str:
 
 
 def describe_slow_stop(ranks: Sequence[int], stop_timeout_s: float) -> str:
-    """Return the message about ranks that are still running some time after a signal to stop the job.
+    """Return a message saying that `ranks` are still running after a signal to stop the job.
 
     `stop_timeout_s` is the time in seconds after which the launcher kills these ranks.
     """

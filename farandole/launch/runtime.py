@@ -22,7 +22,7 @@ from farandole.launch.placement import LaunchError, Placement
 
 @dataclass
 class Runtime:
-    """This process as one rank of its job: its rank numbers, device and communicator.
+    """The rank, device and communicator of this process in its job.
 
     `farandole.init` creates the runtime:
 
@@ -83,11 +83,12 @@ class Runtime:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
-    """Join the job of this process, and return a `Runtime`.  Without a launcher, this process is the only rank.
+    """Join the job of this process, and return a `Runtime`.
 
-    All ranks must call this function.  The function reads the rank from the variables that the launcher has set, and
-    creates torch's process group.  A process group that already exists is used unchanged.  The supported launchers are
-    `farandole launch`, torchrun, mpirun (Open MPI, MPICH and other MPIs with Hydra) and srun.
+    All ranks must call this function.  Without a launcher, this process is the only rank.  The function reads the rank
+    from the variables that the launcher has set, and creates torch's process group.  A process group that already
+    exists is used unchanged.  The supported launchers are `farandole launch`, torchrun, mpirun (Open MPI, MPICH and
+    other MPIs with Hydra) and srun.
 
     Args:
         backend: Any `torch.distributed` backend; None selects "farandole", or Gloo if farandole's C core is not
@@ -119,10 +120,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Runtime:
 
 
 def _runtime(placement: Placement | None, device: torch.device | None, *, owns_group: bool) -> Runtime:
-    """Return the runtime for torch's process group.
-
-    If `placement` does not contain the local rank, all ranks exchange their host names to find the local rank.
-    """
+    """Return the runtime for torch's process group; all ranks must call this function."""
     assert dist.group.WORLD is not None  # for the type checker
     comm = Communicator(dist.group.WORLD)
     host = socket.gethostname()
@@ -146,17 +144,14 @@ def _runtime(placement: Placement | None, device: torch.device | None, *, owns_g
 
 
 def _find_local_rank(host: str, comm: Communicator) -> tuple[int, int]:
-    """Exchange host names between all ranks to determine the local rank and size."""
+    """Return the local rank and size, computed from the host names of all ranks."""
     hosts: list[str] = [""] * comm.size
     dist.all_gather_object(hosts, host, group=comm.group)
     return hosts[: comm.rank].count(host), hosts.count(host)
 
 
 def _device(local_rank: int | None) -> torch.device:
-    """Select and return an accelerator for this rank, or return the CPU if there is no accelerator.
-
-    Ranks share accelerators if a host has more ranks than accelerators.
-    """
+    """Select and return an accelerator for this rank; without accelerators, return the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", (local_rank or 0) % torch.cuda.device_count())
@@ -165,12 +160,9 @@ def _device(local_rank: int | None) -> torch.device:
 
 
 def _limit_threads(placement: Placement, environ: Mapping[str, str]) -> None:
-    """Limit torch's threads to this rank's share of the cores, because by default torch uses every core in each rank.
-
-    The number of threads does not change if mpirun or srun has bound this rank to some of the cores, or if the user has
-    set OMP_NUM_THREADS.
-    """
-    bound = affinity() < affinity(os.getppid())
+    """Limit torch's threads, unless the launcher has bound this rank to cores or OMP_NUM_THREADS is set."""
+    # By default, torch uses every core in each rank.
+    bound = affinity() < affinity(os.getppid())  # by mpirun or srun
     if placement.local_size is None or bound or environ.get("OMP_NUM_THREADS"):
         return
     threads = max(1, usable_cores() // placement.local_size)

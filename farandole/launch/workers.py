@@ -1,4 +1,4 @@
-"""Start processes that compute together with this process, which is rank 0 of their group.
+"""Start worker processes that form a group with this process, which is rank 0.
 
     with Workers("my.worker", ranks=2, name="my group") as workers:
         workers.join().barrier()
@@ -9,7 +9,7 @@ and in `my/worker.py`:
     link.join().barrier()
 
 A socket connects each worker to this process.  When this process ends, for any reason, the kernel closes the socket, and
-the worker ends.  Ctrl-C reaches this process only.
+the worker ends.  The workers do not receive Ctrl-C.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ _READY, _GO = b"r", b"g"
 class Workers:
     """Processes that run a module as ranks 1, 2, ... of a group, in which this process is rank 0.
 
-    Until `close` is called, this process uses its share of the cores: as many threads as each worker, unless
-    OMP_NUM_THREADS is set.
+    Until `close` is called, this process uses at most as many threads as each worker, unless OMP_NUM_THREADS is set.
 
     Args:
-        module: the module to run; its command-line argument is the argument of `Link`.
+        module: the module to run; it must pass its command-line argument to `Link`.
         ranks: the number of ranks, including this process.
         name: the name of the group in error messages.
     """
@@ -111,7 +110,7 @@ class Workers:
             )
 
     def describe(self, rank: int) -> str:
-        """Describe the process of a rank and how it ended, such as `rank 1 (process 4711) ended with exit status 1`."""
+        """Return text such as `rank 1 (process 4711) ended with exit status 1`."""
         process = self._processes[rank - 1]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)

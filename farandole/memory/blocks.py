@@ -11,15 +11,15 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the blocks of `module` and their names in registration order, without duplicates.
+    """Return a pair (name, block) for each block of `module`, in registration order.
 
     - The blocks of an `nn.Sequential` are its children: `0`, `1`, ...
     - The blocks of any other module are the members of its outermost ModuleLists and Sequentials, such as
-      `transformer.h.0`.  Modules outside these lists (an embedding, the last norm) belong to no block.
-    - If there is no list, `module` is its only block, named ``""``.
+      `transformer.h.0`.  Modules outside these containers (an embedding, the last norm) belong to no block.
+    - Without such containers, the only block is `module` itself, named ``""``.
 
-    A ModuleList or ModuleDict cannot be called, so its members are blocks instead.  A block with two names is listed
-    under the first name.
+    If one of these children or members is a ModuleList or ModuleDict, which cannot be called, its members are blocks
+    instead.  A block with two names is listed once, under the first name.
     """
     members = _called(module, "") if isinstance(module, nn.Sequential) else _in_lists(module, "")
     found: dict[nn.Module, str] = {}
@@ -34,10 +34,10 @@ def group_by_block(
     """Group the parameters of `model` by block.
 
     Returns:
-        - One parameter list per block of `blocks_of(model)`, with the parameters that belong only to this block, and a
-          last list with all other parameters.  Lists keep the model's order and may be empty.
+        - One list per block of `blocks_of(model)`, with the parameters that belong only to this block, and a last list
+          with all other parameters.  Lists keep the model's order and may be empty.
         - Pairs of a block and the indices of the lists that its forward pass needs.  If some parameters are in no
-          block, the last pair is for `model`.
+          block, the last pair contains `model` and the index of the last list.
     """
     blocks = [block for _, block in blocks_of(model)]
     owners: dict[nn.Parameter, list[int]] = {parameter: [] for parameter in model.parameters()}

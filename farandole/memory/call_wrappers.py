@@ -21,19 +21,19 @@ _WRAPPERS = "_farandole_wrappers"
 
 
 class Wrapper(Protocol):
-    """A callable that runs instead of a module's call and returns the result, normally `call(*args, **kwargs)`."""
+    """A callable that wraps calls to a module."""
 
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the wrapped call, normally `call(*args, **kwargs)`, and return its result."""
+        """Return the result of the module's call, normally `call(*args, **kwargs)`."""
 
 
 WrapperT = TypeVar("WrapperT", bound=Wrapper)
 
 
 class _Wrapped(nn.Module):
-    """The first base class of a wrapped class, which passes calls through the wrappers in `_WRAPPERS`."""
+    """A mixin that passes calls to a module through the wrappers in `_WRAPPERS`."""
 
     _plain: type[nn.Module]
 

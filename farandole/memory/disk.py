@@ -110,7 +110,6 @@ def _advice(needed: int, free: int, where: FileSystem) -> str:
 
 
 def _mounts() -> list[FileSystem]:
-    """Return the mounted file systems in mount order."""
     try:
         lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -130,7 +129,7 @@ def _unescape(text: str) -> str:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The read and write bandwidths of a disk, in bytes per second, and the access mode of the measurement.
+    """The read and write bandwidths of a disk, in bytes per second, and the access mode used to measure them.
 
     Reads and writes were measured separately.
     """
@@ -145,7 +144,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers of bytes that a step reads and writes, and the disk's bandwidth if known."""
+    """The number of bytes that a training step reads and writes, and the disk's bandwidth if known."""
 
     read_bytes: int
     written_bytes: int
@@ -153,9 +152,9 @@ class Budget:
 
     @property
     def seconds(self) -> float | None:
-        """The time in seconds that a step needs to read and write the bytes; None if the bandwidth is unknown.
+        """The I/O time of a step in seconds, or None if the bandwidth is unknown.
 
-        The time assumes that no other process uses the disk.
+        The estimate assumes that no other process uses the disk.
         """
         if self.bandwidth is None:
             return None

@@ -41,12 +41,12 @@ A kernel without O_TMPFILE tries to open the folder itself, which fails with EIS
 
 
 def padded(nbytes: int) -> int:
-    """Round `nbytes` up to whole blocks."""
+    """Return `nbytes` rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """Return zeroed, page-aligned memory for `nbytes` bytes, padded to whole blocks (1-D, uint8)."""
+    """Return zeroed, page-aligned memory of `padded(nbytes)` bytes (1-D, uint8)."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, padded(nbytes))
@@ -117,11 +117,11 @@ class DiskFile:
             self._drop_cache(offset, len(part))
 
     def why(self, error: OSError) -> str:
-        """Describe `error`: return its reason and the location of the file, as text."""
+        """Return the reason for `error` and the location of the file, as text."""
         return f"{error.strerror or error} in {self.folder} ({self.file_system})"
 
     def close(self) -> None:
-        """Free the space.  Further calls have no effect."""
+        """Close the file and free its space.  Further calls have no effect."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -165,15 +165,13 @@ class DiskFile:
             raise NoSpace(f"{needed}, {size(free)} available; {more}") from error
 
     def _make_direct(self) -> bool:
-        """Enable direct access, and return whether direct access works.
-
-        A trial read is necessary, because some file systems accept the flag but reject reads.
-        """
+        """Try to enable direct access, and return whether it works."""
         if not hasattr(os, "O_DIRECT"):
             return False
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            # some file systems accept the flag but reject reads
             os.preadv(self._descriptor, [aligned_buffer(ALIGNMENT).numpy().data], 0)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:

@@ -18,10 +18,12 @@ _SEPARATE = ("param_groups", "state", *_HOOKS)
 
 
 def replace_step(optimizer: Optimizer, update: Callable[[], None]) -> None:
-    """Make `optimizer.step()` call `update` after its closure; step hooks are called once."""
+    """Replace `optimizer.step` with a method that calls the closure and then `update`.
+
+    Step hooks are called once per step.
+    """
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the optimizer's parameters; return the loss of `closure`."""
         self._opt_called = True  # type: ignore[attr-defined]  # checked by schedulers that were created earlier
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -36,15 +38,15 @@ def replace_step(optimizer: Optimizer, update: Callable[[], None]) -> None:
 
 @contextmanager
 def divided_step(optimizer: Optimizer, *, keep: bool = True) -> Iterator[Callable[[], None]]:
-    """Yield a function that runs one part of a step: an update of the parameters in the current `param_groups`.
+    """Yield a function that runs one part of a step: it updates the parameters in the current `param_groups`.
 
-    Step hooks are not called.  An optimizer may count its steps in an attribute.  Therefore each part starts with the
-    attribute values from before the step, if they are numbers, strings, or containers of numbers and strings.  A tensor
-    with one element counts as a number.
+    Step hooks are not called.  Some optimizers count their steps in an attribute.  Therefore each part starts with the
+    attribute values from before the step.  Only numbers, one-element tensors, strings, None, and containers of these
+    types are restored.
 
     Args:
-        keep: whether the attributes keep the values of the last part when the context exits.  If its body raises an
-            exception, the values from before the step are always restored.
+        keep: whether the attributes keep the values of the last part when the context exits.  After an exception, the
+            values from before the step are always restored.
     """
     cls: Any = type(optimizer)
     # torch wraps the method of every optimizer class, for hooks and the profiler

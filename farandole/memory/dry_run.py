@@ -4,9 +4,9 @@
     kept = saved_bytes(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     kept.total, kept.blocks["1"], kept.outside
 
-A fake tensor has a shape but no data.  A pass runs only the shape functions of kernels, without allocations, and
-autograd saves the same tensors as in a real pass.  PyTorch's FakeTensor follows the code paths of a real device.  The
-meta device does not: for example, its attention is unfused.
+A fake tensor has a shape but no data.  A dry run allocates no memory for tensors, but autograd saves the same tensors
+as in a real pass.  PyTorch's FakeTensor follows the code paths of a real device.  The meta device does not: for
+example, its attention is unfused.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ def fake_model(
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """The number of bytes that each block saves for the backward pass, keyed by block name.
+    """The number of bytes saved for the backward pass.
 
-    `outside` is the number of bytes saved outside blocks, including those saved by the loss.
+    `blocks` maps each block's name to the bytes that the block saves.  `outside` is the number of bytes saved outside
+    blocks, including bytes saved by the loss.
     """
 
     blocks: dict[str, int]
@@ -153,7 +154,7 @@ def saved_bytes(
     dtype: torch.dtype | None = None,
     real: bool = False,
 ) -> SavedBytes:
-    """Count the bytes that `model(example)` saves for its backward pass, in the current mode and autocast context.
+    """Count the bytes that `model(example)` saves for backward, in the current train/eval mode and autocast context.
 
     The result includes tensors saved by autograd and by recomputation, but not parameters, buffers or the example.
     Memory shared by several views counts once, for the block that saves it first.  Tensors that a custom
@@ -184,7 +185,7 @@ def saved_bytes(
 
 
 class _InBlock:
-    """Runs a block and attributes the tensors saved during the call to the block."""
+    """Pushes the name of a block onto `stack` while the block runs."""
 
     def __init__(self, name: str, stack: list[str | None]) -> None:
         self.name, self.stack = name, stack
@@ -263,11 +264,10 @@ def _undone(model: nn.Module) -> Iterator[None]:
 def flops_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the number of floating-point operations in one call to the operator `kind`.
 
-    Only matrix products and attention count; the result for other operators is 0.  For the operators that torch's
-    `FlopCounterMode` supports, the result equals the count by `FlopCounterMode`.  In-place products and fused CPU
-    attention, which `FlopCounterMode` does not support, are also counted.  Fused CPU attention counts as two products
-    in the forward pass, and as five products in the backward pass, which recomputes the scores (Dao et al., 2022,
-    "FlashAttention").
+    Only matrix products, convolutions and attention count; the result for other operators is 0.  The result equals the
+    count of torch's `FlopCounterMode` if that class supports the operator.  In-place products and fused CPU attention
+    also count.  Fused CPU attention counts as two products in the forward pass, and as five products in the backward
+    pass, which recomputes the scores (Dao et al., 2022, "FlashAttention").
     """
     if kind in FUSED_ATTENTION:
         return _attention_flops(args[0], args[1], args[2], score_products=1, value_products=1)
@@ -286,10 +286,10 @@ def _attention_flops(query: Any, key: Any, value: Any, score_products: int, valu
 
 
 def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Counter[str]:
-    """Count the operations (`flops_of`) that the recomputation of each module repeats, by module name.
+    """Return the number of recomputed operations per module name, as counted by `flops_of`.
 
-    This function runs one forward and backward pass of `model(example)` on fake tensors.  During this pass, each
-    recomputation also records where it can stop.  `dtype` has the same meaning as in `fake_model`.
+    This function runs one forward and backward pass of `model(example)` on fake tensors.  The pass also records the
+    points at which later recomputations can stop early.  `dtype` has the same meaning as in `fake_model`.
     """
     counting = _CountRecomputed()
     with fake_model(model, example, device_of(model), dtype) as fake, torch.enable_grad(), counting:
@@ -302,7 +302,7 @@ def recomputed_flops(model: nn.Module, example: Any, dtype: torch.dtype | None =
 
 
 class _CountRecomputed(TorchDispatchMode):
-    """Counts recomputed operations; products whose outputs were kept do not reach this dispatch mode."""
+    """A dispatch mode that counts recomputed operations per module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,8 +327,8 @@ def attention_modules(
 ) -> list[tuple[str, nn.Module]]:
     """Return a pair (name, module) for each module that computes attention itself, not in a submodule.
 
-    A module computes attention if it calls torch's scaled dot-product attention, or batched matrix products with a
-    softmax, which may be a separate module.  `dtype` has the same meaning as in `fake_model`.
+    Such a module calls torch's scaled dot-product attention, or batched matrix products and a softmax.  The softmax may
+    be a submodule.  `dtype` has the same meaning as in `fake_model`.
     """
     finder = _AttentionFinder()
     with ExitStack() as undo:

@@ -9,9 +9,9 @@
 Reads and writes run while the caller computes: on I/O threads (disk), or on a CUDA stream (host).  A record's space is
 reused after the record has been garbage-collected.
 
-A record on a disk is transferred in parts, several at a time, because modern disks need several requests in their
-queue, as in ZeRO-Infinity's offload engine (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for
-Extreme Scale Deep Learning", section 6.3).
+A record on a disk is transferred in parts, several at a time, because modern disks need several queued requests to reach
+full bandwidth.  ZeRO-Infinity's offload engine does the same (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU
+Memory Wall for Extreme Scale Deep Learning", section 6.3).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Return whether the transfer has finished or failed."""
+        """Whether the transfer has finished or failed."""
         return True
 
     def wait_until_done(self) -> None:
@@ -82,7 +82,7 @@ class Record:
 class OffloadStore(ABC):
     """Stores records of fixed sizes.  Error messages use `name` to describe the content of the records.
 
-    The caller must order transfers of the same record or memory, for example with `after`.
+    The caller must order transfers that use the same record or memory, for example with `after`.
     """
 
     name: str
@@ -143,7 +143,7 @@ class HostStore(OffloadStore):
 
     @property
     def access(self) -> str:
-        """The type of host memory, as text."""
+        """The type and size of the host memory, as text."""
         return f"{'pinned ' if self._pinned else ''}memory, {size(self._nbytes)}"
 
     def allocate(self, sizes: Sequence[int]) -> Sequence[Record]:
@@ -155,19 +155,15 @@ class HostStore(OffloadStore):
         return [Record(start + at, one.nbytes, one) for at, one in enumerate(memory)]
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory on `device`."""
+        """Return uninitialized memory of `nbytes` bytes on `device`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def write(self, record: Record, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy `data` to `record`.  A copy from a CUDA device starts after the queued kernels of the current stream."""
+        """Copy `data` to `record`.  A copy from a CUDA device starts after the kernels queued on the current stream."""
         return self._copy(record.memory, data, data)
 
     def read(self, record: Record, into: Tensor, after: Iterable[Transfer] = ()) -> Transfer:
-        """Copy `record` to `into`.
-
-        A copy to a CUDA device starts after the queued kernels of the current stream, because these kernels may still
-        use the memory.
-        """
+        """Copy `record` to `into`.  A copy to a CUDA device starts after the kernels queued on the current stream."""
         return self._copy(into, record.memory, into)
 
     def wait_until_done(self) -> None:
@@ -191,7 +187,7 @@ class HostStore(OffloadStore):
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))  # queued kernels may still use the memory
         with torch.cuda.stream(stream):
             to[:count].copy_(source[:count], non_blocking=True)
             event = stream.record_event()
@@ -228,9 +224,9 @@ class _Extent(Record):
 
 
 class _DiskTransfer(Transfer):
-    """A transfer in several parts; `parts` contains the offset of each part in the record.
+    """A transfer whose parts are divided among the threads that call `work`.
 
-    The threads that call `work` divide the parts among themselves.
+    `parts` contains the offset of each part in the record.
     """
 
     def __init__(
@@ -271,7 +267,7 @@ class _DiskTransfer(Transfer):
                 self._end_part()
 
     def fail(self, error: Exception) -> None:
-        """Record `error` for all parts that have not been started."""
+        """Mark all parts that have not been started as failed."""
         with suppress(IndexError):
             while True:
                 self._parts.pop()
@@ -292,7 +288,7 @@ def _nothing(at: int) -> None:
 
 
 class DiskStore(OffloadStore):
-    """Stores records in an unnamed scratch file in `folder`, accessed without the page cache.
+    """Stores records in an unnamed scratch file in `folder`, bypassing the page cache if possible.
 
     `allocate` reserves the space.  `read` and `write` return immediately and may be called from any thread.  Unaligned
     memory is copied through a buffer.  If several ranks share the disk, all of them must call `require_space` with the
@@ -361,7 +357,7 @@ class DiskStore(OffloadStore):
         return records
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return aligned memory, which is returned to the kernel when it is freed."""
+        """Return page-aligned host memory.  Freeing the tensor returns the memory to the kernel."""
         if device.type != "cpu":
             raise ValueError(f"expected a CPU device, got {device}: DiskStore reads into host memory only")
         return aligned_buffer(nbytes)
@@ -434,10 +430,7 @@ class DiskStore(OffloadStore):
             self._file.write(buffer.data, offset)
 
     def _check(self, what: str, record: Record, memory: Tensor) -> np.ndarray[Any, Any]:
-        """Check the arguments of a transfer, and return the slice of `memory` that is transferred.
-
-        The result has the size of the record, or the padded size if `memory` is large enough.
-        """
+        """Check the arguments of a transfer; return at most the first `padded(record.nbytes)` bytes of `memory`."""
         if self._closed:
             raise OffloadError(f"{what}: the file is closed; create a new store")
         if self._process != os.getpid():
@@ -462,7 +455,7 @@ class DiskStore(OffloadStore):
 def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_BYTES) -> Bandwidth:
     """Measure the bandwidth of the disk that contains `folder`.
 
-    For about one second, at most `limit_bytes` random bytes are written to a `DiskStore` and then read.
+    Write and read at most `limit_bytes` random bytes in a `DiskStore`, for about one second in total.
 
     Raises:
         OffloadError: if the folder cannot be written to, or has too little space.
@@ -488,7 +481,7 @@ def measure_bandwidth(folder: str | os.PathLike[str], limit_bytes: int = _PROBE_
 def _move_for_a_while(
     move: Callable[[Record, Tensor], Transfer], records: Sequence[Record], buffers: list[Tensor]
 ) -> tuple[int, float]:
-    """Transfer records for at most half of the measurement time; return the number of records and bytes per second."""
+    """Transfer records for at most `_PROBE_S / 2` seconds; return the number of records and the bandwidth in bytes/s."""
     start = time.perf_counter()
     moving: list[Transfer] = []
     for at, record in enumerate(records):

@@ -1,10 +1,8 @@
-"""A torch optimizer with offloaded state, which steps one unit of a model at a time.
+"""A wrapper for torch optimizers that keeps their state in host memory or on a disk.
 
-In mixed precision, most of the training state is optimizer state: AdamW needs 12 bytes of state per parameter (master
-weights and two moments), compared with 2 bytes for weights and 2 for gradients (Rajbhandari et al., 2020, "ZeRO",
-section 3.1).  Each step uses the state once, element by element.  The state can therefore be kept in host
-memory (Ren et al., 2021, "ZeRO-Offload") or on a disk (Rajbhandari et al., 2021, "ZeRO-Infinity") and streamed through
-a few buffers.
+A step streams the state through a few buffers, one unit of the model at a time.
+
+References: Ren et al., 2021, "ZeRO-Offload"; Rajbhandari et al., 2021, "ZeRO-Infinity".
 """
 
 from __future__ import annotations
@@ -39,9 +37,10 @@ _IN_RECORD = object()
 
 @dataclass(frozen=True)
 class ShardState:
-    """A checkpoint of one shard: its weights, and its state by name (tensors of the shard's length, or single numbers).
+    """The weights and the optimizer state of one shard.
 
-    The state is empty before the shard's first step.
+    `state` maps the name of each state to a tensor of the shard's length or to a single number.  `state` is empty
+    before the shard's first step.
     """
 
     weights: Tensor
@@ -49,21 +48,19 @@ class ShardState:
 
 
 class OffloadedOptimizer:
-    """Steps `optimizer`, an elementwise `torch.optim.Optimizer`, one unit at a time.
+    """Offloads the state of an elementwise `torch.optim.Optimizer`, and steps one unit of parameters at a time.
 
-    The results are bitwise identical to the results of `optimizer.step()`.  Existing values and state are preserved.
-    Schedulers change `optimizer.param_groups` as usual.  The optimizer's step hooks are not called.  Groups that set
-    none of `fused`, `foreach` and `differentiable` use `fused=True`.
+    The results are bitwise identical to the results of `optimizer.step()`.  Existing values and state are
+    preserved.  Schedulers change `optimizer.param_groups` as usual.  The optimizer's step hooks are not called.
+    Parameter groups that set none of `fused`, `foreach` and `differentiable` use `fused=True`.
 
     Args:
-        units: the optimizer's parameters ("shards": 1-D, floating point, on the CPU), partitioned into units.  Each
-            unit is one record, which contains the weights and states of its shards in order and is read, stepped and
-            written as a whole.
-        open_stream: a function that returns a stream of records with the given sizes in bytes: `host_records`, or
+        units: the optimizer's parameters, partitioned into units.  The parameters are called shards, and must be
+            1-D, floating point and on the CPU.  Each unit is stored in one record.
+        open_stream: a function that takes the record sizes in bytes and returns a stream, such as `host_records` or
             `partial(disk_records, folder)`.
-        weights: if true, the records also contain the shards' values, and the model computes with separate copies of
-            the values.  Between steps, the shards are then NaN and use no memory; their gradients can be set at any
-            time.  If false, values stay in memory and only the state is offloaded.
+        weights: whether the records also contain the shards' values.  If so, the shards are NaN and use no memory
+            between steps, and the model must compute with separate copies.  Gradients can be set at any time.
 
     Raises:
         OffloadError: if the optimizer's state is neither one number per element nor one number per shard, or if there
@@ -107,11 +104,13 @@ class OffloadedOptimizer:
     ) -> None:
         """Step every unit.  Shards whose `grad` is None do not change.
 
-        `before(unit)` may set the gradients of a unit.  `after(unit)` may copy the unit's new values to the model.
-        Without `before`, units without gradients are not read.
+        If a step is interrupted after some units have been stepped, further steps raise `OffloadError` until every
+        unit has been loaded with `load`.
 
-        If a step fails or is interrupted, only some units have been stepped.  Further steps then raise `OffloadError`
-        until every unit has been loaded with `load`.
+        Args:
+            before: called with the index of each unit before its step, for example to set its gradients.  Without
+                `before`, units without gradients are skipped.
+            after: called with the index of each unit after its step, for example to copy its values to the model.
         """
         if self._broken:
             raise OffloadError(
@@ -136,9 +135,10 @@ class OffloadedOptimizer:
         self._broken = set()
 
     def kept(self, unit: int) -> list[dict[str, Any]]:
-        """Return a dict for each shard of `unit`, keyed by the names of its states, without reading the record.
+        """Return a description of the state of each shard of `unit`, without reading the record.
 
-        The value is the dtype for a state with one number per element, and the state itself for any other state.
+        Each dict maps the name of a state to its dtype if the state has one number per element, and to its value
+        otherwise.
         """
         return [
             {
@@ -149,7 +149,7 @@ class OffloadedOptimizer:
         ]
 
     def elementwise(self, unit: int) -> list[Collection[str]]:
-        """Return the names of the states with one number per element, for each shard of `unit`."""
+        """Return, for each shard of `unit`, the names of the states with one number per element."""
         return [places.state.keys() for places in self._places[unit]]
 
     def saved(self, first: int = 0) -> Iterator[tuple[int, list[ShardState]]]:
@@ -161,7 +161,12 @@ class OffloadedOptimizer:
             yield index, [self._shard_state(index, at, record) for at in range(len(self.units[index]))]
 
     def check(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Raise ValueError if `shards` differ from `unit` in shape or dtype, or IndexError for an invalid `unit`."""
+        """Check that `shards` match `unit` in number, shape and dtype.
+
+        Raises:
+            ValueError: if `shards` do not match.
+            IndexError: if `unit` is invalid.
+        """
         if not 0 <= unit < len(self.units):
             raise IndexError(
                 f"unit {unit} does not exist: there are {counted(len(self.units), 'unit')}, numbered from 0"
@@ -174,7 +179,12 @@ class OffloadedOptimizer:
             _check_fits(f"unit {unit}, shard {at}", self._places[unit][at], self.units[unit][at], shard)
 
     def load(self, unit: int, shards: Sequence[ShardState]) -> None:
-        """Load `shards`, as yielded by `saved`, into `unit`.  Raise ValueError if the shapes or dtypes differ."""
+        """Load `shards`, as yielded by `saved`, into `unit`.
+
+        Raises:
+            ValueError: if `shards` do not match `unit` in number, shape and dtype.
+            IndexError: if `unit` is invalid.
+        """
         self.check(unit, shards)
         own = [ShardState(shard.weights, _own_numbers(shard.state)) for shard in shards]
         self.stream.fill([unit], lambda _, record: self._fill(unit, record, own))
@@ -185,16 +195,19 @@ class OffloadedOptimizer:
         self._broken = set(range(len(self.units)))
 
     def budget(self, bandwidth: Bandwidth | None = None) -> Budget:
-        """Return the I/O of a step in which every unit has gradients: bytes and, if `bandwidth` is given, seconds."""
+        """Return the numbers of bytes that one step reads and writes.
+
+        If `bandwidth` is given, the result also contains the I/O time of a step.
+        """
         nbytes = sum(self.stream.record_bytes)
         return Budget(nbytes, nbytes, bandwidth)
 
     def close(self) -> None:
-        """Free the records, and with them the values and states.  Further calls have no effect."""
+        """Free the records, including all values and states in them.  Further calls have no effect."""
         self.stream.close()
 
     def _load_records(self) -> None:
-        """Move values and states into the records; free the original memory when all records are written."""
+        """Move the shards' values and states into the records."""
 
         def work(index: int, record: Tensor) -> None:
             unit = self.units[index]
@@ -216,7 +229,7 @@ class OffloadedOptimizer:
             self._keep(shard, places, record, given.state)
 
     def _keep(self, shard: nn.Parameter, places: _ShardLayout, record: Tensor, state: dict[str, Any]) -> None:
-        """Store `state`: elementwise state in the record, other state in memory."""
+        """Store elementwise state in the record, and other state in memory."""
         kept: dict[str, Any] = {}
         name = type(self.optimizer).__name__
         for key, value in state.items():
@@ -292,7 +305,7 @@ class OffloadedOptimizer:
 
 
 class UnitReader:
-    """Reads units of `optimizer` between two steps, and prefetches the units that follow the last unit read."""
+    """Reads the states of `optimizer` unit by unit between two steps, and prefetches the next units."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -313,7 +326,7 @@ class UnitReader:
         return self._states
 
     def close(self) -> None:
-        """Release the buffer of the unit read last; `states` may be called again afterwards."""
+        """Release the buffer of the last unit read.  `states` can still be called afterwards."""
         if self._visit is not None:
             self._visit.close()  # type: ignore[attr-defined]
         self._visit, self._unit, self._states = None, -1, []
@@ -331,13 +344,13 @@ class _Place:
     dtype: torch.dtype
 
     def of(self, record: Tensor) -> Tensor:
-        """Return the tensor, a view of `record` (1-D, uint8)."""
+        """Return the tensor at this location, as a view of `record` (1-D, uint8)."""
         return record[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
 @dataclass(frozen=True)
 class _ShardLayout:
-    """The locations of a shard's weights and states in a record; `weights` is None if the weights stay in memory."""
+    """The locations of a shard's weights (None if kept in memory) and states in a record."""
 
     weights: _Place | None
     state: Mapping[str, _Place]
@@ -346,7 +359,7 @@ class _ShardLayout:
 def _lay_out(
     shards: Sequence[nn.Parameter], kept: Sequence[Mapping[str, torch.dtype]], weights: bool
 ) -> tuple[list[_ShardLayout], int]:
-    """Return the layouts of `shards` and the record size in bytes; `kept` contains each shard's state dtypes."""
+    """Return the layout of each shard in a record, and the record size in bytes."""
     end = 0
 
     def place(numel: int, dtype: torch.dtype) -> _Place:
@@ -375,10 +388,7 @@ def _restricted_to(
 
 
 def _elementwise_state(optimizer: Optimizer, index: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the elementwise state of `dtype` shards in parameter group `index`.
-
-    If the shards have no state yet, one step on an example shard determines the names and dtypes.
-    """
+    """Return the name and dtype of each elementwise state, for shards of dtype `dtype` in group `index`."""
     group = optimizer.param_groups[index]
     shards = [shard for shard in group["params"] if shard.dtype == dtype and optimizer.state.get(shard)]
     name = type(optimizer).__name__
@@ -413,10 +423,7 @@ def _elementwise_state(optimizer: Optimizer, index: int, dtype: torch.dtype) -> 
 
 
 def _check(optimizer: Optimizer, units: list[list[nn.Parameter]]) -> dict[Tensor, int]:
-    """Return the index of each shard's parameter group.
-
-    Raise ValueError unless each parameter of the optimizer is in exactly one unit.
-    """
+    """Check that `units` partition the optimizer's parameters; return each parameter's group index."""
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     left = set(group_of)
     for index, unit in enumerate(units):
@@ -451,7 +458,7 @@ def _prefer_fused(group: dict[str, Any]) -> None:
 
 
 def _own_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` with copies of the single numbers, which a step changes in place."""
+    """Copy the single-element tensors in `state`, because a step changes these tensors in place."""
     return {k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in state.items()}
 
 

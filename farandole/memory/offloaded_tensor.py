@@ -1,4 +1,4 @@
-"""Tensors in records of an `OffloadStore`, loaded into memory only while they are in use.
+"""Tensors that are stored in an `OffloadStore`, and loaded into memory only while they are in use.
 
     tensors = OffloadedTensors(DiskStore("/scratch", "gradients"))
     tensor = tensors.make(numel, torch.float32, device)
@@ -6,8 +6,7 @@
     tensor.prefetch()             # starts to read
     values = tensor.read()        # on `device`; valid until the tensor is written or freed
 
-These tensors hold gradients and weights, whose sizes differ.  Optimizer states, which are streamed through a few
-buffers in a fixed order, use `record_stream`.
+Gradients and weights use these tensors.  Optimizer states use `record_stream`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HOST = torch.device("cpu")
 
 
 class OffloadedTensors:
-    """Creates tensors in `store`; `close` also closes the store.
+    """Creates tensors in `store`.  `close` also closes the store.
 
     Only one thread at a time may use the tensors.  A failed transfer raises `OffloadError` in a later write, or in the
     tensor's next `read`.
@@ -41,7 +40,7 @@ class OffloadedTensors:
         return OffloadedTensor(self, numel, dtype, device)
 
     def wait_for_old(self, newest: Transfer) -> None:
-        """Register a new write, and wait while too many writes are in progress."""
+        """Register the write `newest`, and wait until at most `WRITES` writes are in progress."""
         self._writing.append(newest)
         while len(self._writing) > WRITES:
             self._writing.popleft().synchronize()
@@ -72,9 +71,10 @@ class OffloadedTensor:
             self._reading = self._store.read(self._record, self._ahead, after=[self._writing])
 
     def read(self, device: torch.device | None = None) -> Tensor:
-        """Return the values on `device`, which is either the tensor's device (the default) or the host.
+        """Return the values on `device`, by default the tensor's device.
 
-        If no copy is needed, the result is the record's memory, so in-place changes change the record.
+        `device` must be the tensor's device or the CPU.  If no copy is needed, the result is the stored tensor
+        itself, so in-place changes modify the stored values.
         """
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
@@ -88,14 +88,17 @@ class OffloadedTensor:
         return self._values(memory)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """Return an uninitialized tensor on `device`, which the caller fills and passes to `write`."""
+        """Return an uninitialized tensor on `device`, to be filled and passed to `write`."""
         if (memory := self._in_place(device or self._device)) is not None:
             self._wait_for_host()
             return memory
         return self._values(self._store.empty(self._nbytes, self._device))
 
     def write(self, values: Tensor) -> None:
-        """Start writing `values`, which the caller must not use afterwards, and discard prefetched values."""
+        """Start writing `values`, and discard prefetched values.
+
+        The caller must not use `values` afterwards.
+        """
         self.drop()
         self._writing = self._store.write(self._record, values.view(torch.uint8), after=[self._writing])
         self._tensors.wait_for_old(self._writing)
@@ -107,11 +110,11 @@ class OffloadedTensor:
             self._ahead = None
 
     def shares_memory(self, device: torch.device) -> bool:
-        """Return whether `read(device)` returns the record's memory."""
+        """Return whether `read(device)` returns the stored tensor without a copy."""
         return self._in_place(device) is not None
 
     def _in_place(self, device: torch.device) -> Tensor | None:
-        """Return the record's memory if the store is in memory and `device` can access it; otherwise return None."""
+        """Return the record's memory if `device` can use it without a copy, and None otherwise."""
         memory = self._record.memory
         return None if memory is None or device.type != "cpu" else memory.view(self._dtype)
 

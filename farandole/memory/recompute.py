@@ -6,17 +6,17 @@
     apply_recompute(model, "auto", example=tokens, budget_bytes=2 << 30)
     apply_recompute(model, "none")                        # undo
 
-Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because a
-recomputation starts from the random states and buffers of the forward pass; for example, batch normalization counts
-each batch once.  Keyword arguments, nested and repeated calls, autocast, `retain_graph`, inputs that require no
-gradients, and forward passes in `torch.no_grad` mode are supported.  A block may depend only on its inputs, parameters,
-buffers and random numbers; PyTorch raises an error only if the shapes or dtypes of recomputed tensors differ.
+Names in `state_dict` do not change.  Gradients are bitwise identical to gradients without recomputation, because
+each recomputation starts from the random states and buffers of the forward pass.  Keyword arguments, nested and
+repeated calls, autocast, `retain_graph`, inputs that require no gradients, and forward passes in `torch.no_grad`
+mode are supported.  A block must depend only on its inputs, parameters, buffers and random numbers.  PyTorch raises
+an error only if the shapes or dtypes of recomputed tensors differ.
 
-Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use hooks.  A recomputation
-calls the block again, so forward pre-hooks of the block and its submodules run again before the parameters are used.  A
-recomputation stops when all saved tensors are recomputed, so forward hooks of the block do not run, and forward hooks
-of its submodules may or may not run.  `recomputing()` is true in all these hooks: they must not free gathered
-parameters, because the backward pass of the block follows.
+Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use module hooks.
+Forward pre-hooks of the block and its submodules run again before a recomputation uses the parameters.  A
+recomputation stops when all saved tensors are recomputed.  Therefore, forward hooks of the block do not run again,
+and forward hooks of its submodules may not run again.  `recomputing()` is true in hooks that run during a
+recomputation.  These hooks must not free gathered parameters, because the backward pass of the block follows.
 
 Reference: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -45,12 +45,15 @@ __all__ = ["Recomputed", "apply_recompute", "recomputing"]
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The result of `apply_recompute`: `modules` maps the name of each recomputed module to its mode.
+    """The result of `apply_recompute`.
 
-    A "block" module keeps only its inputs.  A "selective" module also keeps the outputs of weight products and fused
-    attention.  An "attention" module also keeps the outputs of weight products.  `before` and `after` are the numbers
-    of bytes saved for the backward pass without and with recomputation.  `flops` is the number of repeated operations
-    in matrix products and attention.  `before`, `after` and `flops` are None if no example was given.
+    `modules` maps the name of each recomputed module to its mode.  In mode "block", a module keeps only its inputs.
+    In mode "selective", a module also keeps the outputs of weight products and fused attention.  In mode
+    "attention", a module keeps its inputs and the outputs of weight products.
+
+    `before` and `after` are the numbers of bytes saved for the backward pass without and with recomputation.
+    `flops` is the number of repeated operations in matrix products and attention.  Without an example, `before`,
+    `after` and `flops` are None.
     """
 
     mode: Recompute
@@ -71,28 +74,29 @@ def apply_recompute(
     blocks: Collection[str] | None = None,
     kept: Callable[[SavedBytes], int] | None = None,
 ) -> Recomputed:
-    """Recompute parts of `model` in its backward passes, replacing the choice made by earlier calls.
+    """Recompute parts of `model` in its backward passes.
+
+    Each call replaces the effect of earlier calls.
 
     Args:
         mode: "none" recomputes nothing.  "block" recomputes every block of `blocks_of(model)`.  "selective" also
             recomputes every block, but keeps the outputs of weight products and fused attention.  "attention"
-            recomputes the modules that compute attention, except their weight products.  "auto" recomputes the blocks
-            whose recomputation frees the most bytes per repeated operation, selectively or entirely, until at most
-            `budget_bytes` are kept.
-        example: a model input for a dry run, in a form that `saved_bytes` accepts.  The dry run must use the same
-            autocast settings as training.  "attention" and "auto" require an example.  With an example, the result
-            includes byte counts.  With an example, selective recomputation discards unneeded outputs from the first
-            step on; without an example, from the second step on.
-        loss: a function of the output; the bytes that it saves are included in the counts.
+            recomputes the modules that compute attention, except their weight products.  "auto" recomputes blocks,
+            selectively or entirely, until at most `budget_bytes` are kept, starting with the blocks that free the
+            most bytes per repeated operation.
+        example: a model input for a dry run, in a form that `saved_bytes` accepts; required for "attention" and
+            "auto".  The dry run must use the same autocast settings as training.  With an example, the result
+            includes byte counts.  Without an example, "selective" keeps additional outputs in the first step.
+        loss: a function of the model's output.  The byte counts include the tensors that this function saves.
         dtype: the model's dtype in training, if it differs from the current dtype.
-        blocks: with a budget, the names of the blocks that may be recomputed; by default all blocks.
-        kept: with a budget, a function that returns the number of bytes to compare with the budget, given the bytes
-            that one forward pass saves; by default, the sum of these bytes.
+        blocks: for "auto", the names of the blocks that may be recomputed; by default all blocks.
+        kept: for "auto", a function that returns the number of bytes to compare with the budget, given the
+            `SavedBytes` of a forward pass; by default, the total.
 
     Raises:
         ValueError: if the mode is unknown, an argument is missing or not applicable, the model has no attention, or no
-            choice meets the budget (the message states the smallest possible budget).  After an error, nothing is
-            recomputed.
+            choice of blocks meets the budget (the message states the smallest possible budget).  In the last two
+            cases, recomputation is disabled.
     """
     _check(mode, example, loss, budget_bytes)
     saved = partial(saved_bytes, model, example, loss=loss, dtype=dtype)
@@ -146,7 +150,7 @@ def _check(mode: str, example: Any, loss: Any, budget_bytes: int | None) -> None
 
 
 def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
-    """Recompute only the modules in `modes`, a mapping from module names to modes, as in `Recomputed.modules`."""
+    """Recompute only the modules in `modes`, which maps module names to modes."""
     for module in model.modules():
         unwrap_calls(module, RecomputeWrapper)
     for name, mode in modes.items():
@@ -156,7 +160,7 @@ def recompute_modules(model: nn.Module, modes: Mapping[str, str]) -> None:
 class Option(NamedTuple):
     """The effect of recomputing a block in one mode.
 
-    `saved` is the reduction in the bytes that are kept for the backward pass, and `flops` is the number of repeated
+    `saved` is the number of bytes that are no longer kept for the backward pass.  `flops` is the number of repeated
     floating-point operations.
     """
 
@@ -167,13 +171,13 @@ class Option(NamedTuple):
 def cheapest_first(blocks: Mapping[str, Mapping[str, Option]]) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield choices of blocks to recompute, in order of increasing savings.
 
-    A choice is a pair: the reduction in bytes, and the mode of each recomputed block.  Each choice changes the mode
-    of one block in the previous choice.  This change saves the most bytes per additional operation.  The result is the
-    greedy solution of a knapsack problem in which a block can be recomputed partly or entirely.  In case of a tie, the
-    earlier block is recomputed first, because its activations would otherwise be kept for the longest time.
+    A choice is a pair: the number of bytes saved, and a dict that maps each recomputed block to its mode.  Each
+    choice differs from the previous choice in the mode of one block.  The selected change saves the most bytes per
+    additional operation, as in a greedy solution of a knapsack problem.  In case of a tie, the earlier block is
+    recomputed first, because its activations would otherwise be kept for the longest time.
 
     Args:
-        blocks: The options for each block, keyed by mode.
+        blocks: the options of each block, as `blocks[name][mode]`.
     """
     chosen: dict[str, str] = {}
     total = 0

@@ -1,15 +1,17 @@
-"""The wrapper that recomputes a module's calls in the backward pass, with non-reentrant `torch.utils.checkpoint`.
+"""Recompute calls to a module in the backward pass, with non-reentrant `torch.utils.checkpoint`.
 
-Outputs of matrix products can be kept, so that only cheaper operations are recomputed.  Two dispatch modes share a
-`_Kept` object: the forward mode keeps the outputs of products, and the recomputation mode returns them when the
-products are called again.  Korthikanti et al. (2022, "Reducing Activation Recomputation in Large Transformer Models")
-recompute only attention; Chen et al. (2016, section 4.2) recompute everything except convolutions.
+Outputs of matrix products can be kept, so that only cheaper operations are recomputed (Korthikanti et al., 2022,
+"Reducing Activation Recomputation in Large Transformer Models"; Chen et al., 2016, section 4.2).  Two dispatch
+modes share a `_Kept` object.  The forward mode keeps the outputs of products.  The recomputation mode returns the
+kept outputs instead of running the products again.
 
-PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences.  Here, after a module's
-first recomputation, outputs that no recomputation has reached are no longer kept (for example, in a block x + f(x),
-the output of the last product of f).  An output that is overwritten in place is recomputed, whereas PyTorch raises an
-error in the backward pass.  Outputs of products with dropout are never kept, because skipping these products would
-shift the random numbers of later operations.
+PyTorch has similar modes (`create_selective_checkpoint_contexts`), with three differences:
+
+- After a module's first recomputation, outputs that no recomputation has used are no longer kept (for example, in a
+  block x + f(x), the output of the last product of f).
+- A kept output that is overwritten in place is recomputed.  PyTorch raises an error in the backward pass.
+- Outputs of products with dropout are never kept, because skipping these products would shift the random numbers of
+  later operations.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _observers: list[Callable[[Tensor], None]] = []
 def recomputing() -> bool:
     """Return whether this thread is recomputing a module.
 
-    Forward hooks also run in a recomputation, and can use this function to detect the recomputation.
+    Hooks of a module can call this function to detect a recomputation.
     """
     return recomputed_module() is not None
 
@@ -73,7 +75,7 @@ def recomputed_module() -> str | None:
 
 @contextmanager
 def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within the context, call `observer` with every product output that is kept for a recomputation."""
+    """Within the context, call `observer` with each operator output that is kept for a recomputation."""
     _observers.append(observer)
     try:
         yield
@@ -82,16 +84,16 @@ def observe_kept(observer: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def measuring() -> bool:
-    """Return whether an observer of kept tensors is active (`observe_kept`)."""
+    """Return whether an `observe_kept` context is active."""
     return bool(_observers)
 
 
 class RecomputeWrapper:
     """Recomputes calls to a module in the backward pass, except for the products in `KEPT_PRODUCTS[mode]`.
 
-    This class extends PyTorch's checkpointing.  Tensors in nested arguments are treated as saved tensors.  A
-    recomputation starts from the buffers of the forward pass and does not change them again.  Outputs of products can
-    be kept.  If a module changes its input, an error names the module.
+    A recomputation starts from the buffer values before the forward pass and does not change the buffers.  Tensors
+    in nested arguments are treated as saved tensors.  If a module changes its input in place, the call raises a
+    RuntimeError.
     """
 
     def __init__(self, name: str, mode: str) -> None:
@@ -102,7 +104,7 @@ class RecomputeWrapper:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the module, and keep only the inputs of the module and the outputs of the selected products."""
+        """Call the module, and keep only its inputs and the outputs of the selected products."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         # All tensors become separate arguments.  PyTorch saves them like other saved tensors, so they are checked for
@@ -165,16 +167,13 @@ class _Buffers:
         ]
 
     def drop_unchanged(self) -> None:
-        """After the call, drop copies of large buffers that have not changed.
-
-        Copies of small buffers are kept, because kernels update running statistics without increasing the version
-        counter.
-        """
+        """Drop the copies of large buffers that the call has not changed."""
         self._before = [
             entry
             for entry in self._before
             if entry[0]._buffers[entry[1]] is not entry[2]
             or entry[2]._version != entry[3]
+            # kernels update running statistics (small buffers) without increasing the version counter
             or entry[2].nbytes <= _SMALL_BYTES
         ]
 
@@ -191,20 +190,17 @@ class _Buffers:
 
 
 class _Kept:
-    """The kept outputs of one forward pass, keyed by the index of the operation among all `products` in the pass.
-
-    `needed` is the number of products that an earlier recomputation ran before all saved tensors were recomputed, or
-    None.  Outputs of later products are not kept.
-    """
+    """The kept outputs of one forward pass, keyed by the index of the product in execution order."""
 
     def __init__(self, products: frozenset[Any], needed: int | None) -> None:
         self.products = products
+        # the number of products that earlier recomputations ran, or None; outputs of later products are not kept
         self.needed = needed
         self.outputs: dict[int, tuple[Any, Any]] = {}
         self.replayed = 0
 
     def report(self, results: Iterable[Any]) -> None:
-        """After the forward pass, drop the kept outputs that are in `results`, and pass the others to the observers."""
+        """Drop kept outputs that the module returns, and pass the others to the observers."""
         self.drop(results)
         for _, output in self.outputs.values():
             for tensor in tree_iter(output):
@@ -278,7 +274,7 @@ class _Replay(_Mode):
 
 
 def _aliases(output: Any) -> Any:
-    """Return new tensors that share the memory of `output`, so that autograd can attach a graph to them."""
+    """Return detached aliases of `output`, so that autograd can attach a graph to them."""
     return tree_map_only(Tensor, Tensor.detach, output)
 
 

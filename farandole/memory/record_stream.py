@@ -56,19 +56,22 @@ class _Slot:
 
 
 class RecordStream:
-    """Streams records of sizes `record_bytes` in `store` through a pool of `buffers` buffers.
+    """Reads and writes the records of `store` through a pool of buffers.
 
-    At least 2 buffers are needed; with 3, one record can be read and another written while a third is processed.
-    Records of an in-memory store need no buffers.
-
-    `update` and `visit` iterate over many records.  For single records, `read` (or `blank`) returns the bytes of a
-    record, which the caller owns until `write` or `release`; `prefetch` starts to read a record.  A read waits for a
-    write of the same record.  A record that is still in a buffer is not read again.
+    `update`, `fill` and `visit` process many records.  For a single record, `read` or `blank` returns a buffer,
+    which the caller owns until it calls `write` or `release`.  A read waits for a write of the same record.  A
+    record that is still in a buffer is not read again.
 
     Only one thread at a time may use a stream.  A failed read raises `OffloadError` in the call that waits for the
-    record.  A failed write raises `OffloadError` in every later `read` and `flush`, because the store is incomplete.
+    record.  A failed write raises `OffloadError` in every later `read` and `flush`, because the store is
+    incomplete.
 
     `waited_s` is the total time in seconds that the caller has waited for the disk.  `close` also closes the store.
+
+    Args:
+        record_bytes: the size of each record in bytes.
+        buffers: the number of buffers.  With 3, one record can be read and another written while a third is processed.
+            An in-memory store needs no buffers.
 
     Raises:
         ValueError: if `buffers` is less than 2.
@@ -114,7 +117,7 @@ class RecordStream:
         return True
 
     def read(self, record: int) -> Tensor:
-        """Return the bytes of `record`, which the caller owns until `write` or `release`."""
+        """Return the bytes of `record`, which the caller owns until it calls `write` or `release`."""
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._fetch(slot, record)
@@ -127,7 +130,10 @@ class RecordStream:
         return slot.buffer[: self.record_bytes[record]]
 
     def blank(self, record: int) -> Tensor:
-        """Return an uninitialized buffer for `record`, which the caller fills and passes to `write`."""
+        """Return an uninitialized buffer for `record`.
+
+        The caller fills the buffer and then calls `write(record)`.
+        """
         self._check(record)
         slot = self._holder(record) or self._free_slot(evict=True)
         self._hand_out(slot, blank=True)
@@ -148,7 +154,10 @@ class RecordStream:
         slot.held = False
 
     def release(self, record: int) -> None:
-        """Release the bytes of `record` without a write; the caller must not have changed them."""
+        """Release the buffer of `record` without writing it.
+
+        The caller must not have changed bytes returned by `read`.
+        """
         slot = self._held(record)
         slot.held = False
         if slot.blank:
@@ -157,19 +166,21 @@ class RecordStream:
     def update(self, order: Iterable[int], work: Work) -> None:
         """Read each record in `order`, call `work(record, bytes)`, and write the record.
 
-        `work` may change the bytes.
-
-        If `work` raises an exception, or on Ctrl-C, all transfers end and all buffers are released before the exception
-        propagates.  On a disk, the current record is then unchanged and the earlier records are updated.
+        `work` may change the bytes.  If an exception is raised (including by Ctrl-C), all transfers end and all
+        buffers are released before the exception propagates.  If the store is on a disk, the current record is
+        then unchanged and the earlier records are updated.
         """
         self._pass(list(order), work, self.read)
 
     def fill(self, order: Iterable[int], work: Work) -> None:
-        """For each record in `order`, let `work(record, bytes)` fill an uninitialized buffer, and write the record."""
+        """For each record in `order`, call `work(record, bytes)` to fill an uninitialized buffer, and write the record."""
         self._pass(list(order), work, self.blank)
 
     def visit(self, order: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each record in `order` with its bytes, which are read-only and valid until the next iteration."""
+        """Yield the index and the bytes of each record in `order`.
+
+        The bytes are read-only and valid until the next iteration.
+        """
         ahead = list(order)
         for position, record in enumerate(ahead):
             content = self.read(record)
@@ -234,7 +245,7 @@ class RecordStream:
     def _free_slot(self, evict: Literal[False]) -> _Slot | None: ...
 
     def _free_slot(self, evict: bool) -> _Slot | None:
-        """Return the least recently used free slot.  With `evict`, the slot may contain a prefetched record."""
+        """Return the least recently used free slot; with `evict`, discard a prefetched record if necessary."""
         free = [slot for slot in self._slots if not slot.held]
         idle = [slot for slot in free if not slot.prefetched]
         if evict and not free:

@@ -57,11 +57,11 @@ def swap_activations(
 
     Args:
         to: "host" for a model on a CUDA device, or "disk:FOLDER" for a model on the CPU.  The file in FOLDER is unnamed
-            and is deleted when the process ends.  While a model swaps to a disk, glibc allocates each large block with
-            its own `mmap`.
-        passes: the modules whose calls run forward passes through blocks of `model`; by default `model` itself.
+            and is deleted when the process ends.  While activations are swapped to a disk, glibc uses a separate
+            `mmap` for each large allocation.
+        passes: the modules that run forward passes through blocks of `model`; by default `model` itself.
         threshold_bytes: the minimum size of swapped tensors in bytes.  Parameters and buffers are never swapped.
-        behind_bytes: the maximum number of bytes that wait to be written; the forward pass waits while there are more.
+        behind_bytes: the maximum number of bytes waiting to be written.  The forward pass blocks if there are more.
         ahead_bytes: the maximum number of prefetched bytes.
 
     Raises:
@@ -81,7 +81,7 @@ def swap_activations(
 
 
 def check_swap(model: nn.Module, to: str, device: torch.device) -> None:
-    """Raise the error that `swap_activations` would raise for a model that computes on `device`."""
+    """Raise the error, if any, that `swap_activations` would raise for a model that computes on `device`."""
     _checked_store([model], to, device).close()
 
 
@@ -117,14 +117,14 @@ def _store(to: str, device: torch.device) -> OffloadStore:
 
 
 def map_blocks_from(threshold_bytes: int) -> None:
-    """Make glibc allocate each block of at least this size (128 KiB to 32 MiB) with its own `mmap`.
+    """Make glibc allocate each block of at least `threshold_bytes` bytes with its own `mmap`.
 
-    This has no effect with other C libraries.
+    The threshold is limited to the range from 128 KiB to 32 MiB.  The call has no effect with other C libraries.
 
-    By default, glibc raises its threshold when large blocks are freed, and then allocates large blocks in its heap.
-    There, aligned blocks leave gaps that are too small for the next block of the same size, so swapping would save no
-    memory.  A mapped block is returned to the kernel when it is freed, but the kernel must clear the pages of each new
-    block.  See `man mallopt`.
+    By default, glibc raises the threshold when mapped blocks are freed, and then allocates large blocks in its
+    heap.  Aligned blocks then leave gaps that are too small for the next block of the same size, so swapping would
+    save no memory.  A mapped block is returned to the kernel when it is freed, but the kernel must clear the pages
+    of each new block.  See `man mallopt`.
     """
     if sys.platform != "linux":
         return
@@ -152,7 +152,7 @@ class _Saved:
 
 
 class _View:
-    """The placeholder for a saved tensor in the autograd graph: its location in a `_Saved`."""
+    """The placeholder for a saved tensor in the autograd graph."""
 
     def __init__(self, saved: _Saved, tensor: Tensor) -> None:
         self.saved = saved
@@ -162,7 +162,7 @@ class _View:
         saved.unread += 1
 
     def done(self) -> None:
-        """Mark this view as read or unreachable.  If no other view remains to be read, free the fetched memory."""
+        """Mark this view as read or unreachable, and free the fetched memory when all views are marked."""
         if not self.read:
             self.read = True
             self.saved.unread -= 1
@@ -240,13 +240,15 @@ class Swap:
     def _run_block(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a block.  All tensors that autograd saves until the next block starts belong to this block."""
         if torch.is_grad_enabled() and not recomputing():
             self.enter_block()
         return call(*args, **kwargs)
 
     def hooks(self, *living: Any) -> AbstractContextManager[Any]:
-        """Return the hooks for one forward pass; the memory of the tensors in `living` is not swapped."""
+        """Return the saved-tensor hooks for one forward pass.
+
+        Tensors that share memory with `living` are not swapped.
+        """
         tensors = [one for one in tree_leaves(living) if isinstance(one, Tensor)]
         tensors += [*self.model.parameters(), *self.model.buffers()]
         self._stays = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
@@ -257,15 +259,12 @@ class Swap:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def enter_block(self) -> None:
-        """Start the next block, which owns all tensors saved until the following block starts."""
+        """Assign all tensors that are saved from now on to the next block."""
         self._block += 1
         self._first_of_block[self._block] = self._count
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return the object that autograd saves in place of `tensor`.
-
-        The object is a placeholder if `tensor` is swapped, and otherwise an alias of `tensor`.
-        """
+        """Return the object for autograd to save: a placeholder if `tensor` is swapped, and otherwise an alias."""
         if not self._is_swapped(tensor):
             return tensor.detach()  # an output would keep its graph alive
         with self._lock:
@@ -309,11 +308,7 @@ class Swap:
         return saved
 
     def _free_written(self, allowed: int) -> None:
-        """Free memory that has been written, and wait until at most `allowed` bytes are unwritten.
-
-        The computing thread calls this method between operations, because an in-place change increases the version
-        counter only at the end of the operation.
-        """
+        """Free memory that has been written, and wait until at most `allowed` bytes are unwritten."""
         while self._waiting:
             saved = self._waiting[0]
             assert saved.writing is not None
@@ -323,11 +318,13 @@ class Swap:
             self._waiting.popleft()
             self._waiting_bytes -= saved.nbytes
             assert saved.original is not None
+            # This runs in the computing thread, between operations: an in-place change increases the version counter
+            # only at the end of the operation.
             saved.changed = saved.original._version != saved.version
             saved.original = saved.writing = None
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """Return the tensor that `packed`, a result of `pack`, stands for."""
+        """Return the saved tensor for `packed`, a result of `pack`."""
         if isinstance(packed, Tensor):
             return packed
         if self._closed:
@@ -358,7 +355,7 @@ class Swap:
         return data
 
     def _fetch(self, saved: _Saved) -> tuple[Tensor, Transfer]:
-        """Start reading `saved` unless the read has already started; return the destination memory and the transfer."""
+        """Start reading `saved` if necessary; return the destination memory and the transfer."""
         if saved.fetched is None:
             memory = self._store.empty(saved.nbytes, self._device)
             saved.fetched = memory, self._store.read(saved.record, memory)

@@ -77,7 +77,7 @@ def by_kind(count: Mapping[Kind, int]) -> str:
 
 
 class OutOfDeviceMemory(Documented, RuntimeError):
-    """Raised when an allocation exceeds the memory of the device.
+    """Raised when an allocation exceeds the memory limit of the device.
 
     `requested` is the size in bytes, if known, and `tag` describes the requested memory.  `in_use` is the number of
     bytes of each kind before the allocation.  `place` names the block and the phase of the step.  `step` is the step
@@ -115,7 +115,7 @@ class DeviceMemory:
     The memory of a tensor and its views is counted once, from the first operation that creates or uses the tensor until
     the memory is freed.  Memory shared by several ranks is divided equally among them.  Memory that belongs to no
     tensor, such as library workspaces and temporary memory within an operation, is not counted.  On a CUDA device,
-    torch's allocator enforces the limit, which then also applies to such memory.
+    torch's allocator enforces the limit, which then includes workspaces and temporary memory.
 
     Args:
         limit_bytes: the limit, or None to count without a limit.
@@ -210,7 +210,7 @@ class DeviceMemory:
         self.peak = max(self.peak, in_use.total())
 
     def _refused(self) -> OutOfDeviceMemory | None:
-        """Return the error to raise after a failed allocation on a CUDA device, or None if there is no limit."""
+        """Return the error for a failed allocation on a CUDA device, or None if there is no limit."""
         return None if self.limit is None else self._error(None, self._tag(), self.limit)
 
     def _note_freed(self, key: int) -> Callable[[Any], None]:
@@ -248,7 +248,7 @@ class DeviceMemory:
         return OutOfDeviceMemory(limit, requested, dict(self.in_use), wanted, self._place, self.step)
 
     def _names(self, parameters: Sequence[nn.Parameter]) -> str:
-        """Return text such as ` of 3.attention.qkv.weight`, limited to the first and the last of several names."""
+        """Return text such as ` of 3.attention.qkv.weight` or ` of 0.weight to 5.weight`."""
         if self._model is None or not parameters:
             return ""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -258,10 +258,7 @@ class DeviceMemory:
 
 
 class _TensorMode(TorchDispatchMode):
-    """Calls `see` with every input of an operation before the operation runs, and with every output afterwards.
-
-    If an operation runs out of memory, the error returned by `refused` is raised.
-    """
+    """Calls `see` with the inputs of each operation before it runs, and with its outputs afterwards."""
 
     def __init__(
         self, see: Callable[[Tensor], None], refused: Callable[[], OutOfDeviceMemory | None]
@@ -291,10 +288,11 @@ class _TensorMode(TorchDispatchMode):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of real or fake tensors that operations create, and the work of these operations.
+    """Counts the memory of real or fake tensors, and the work of the operations that create them.
 
-    The memory of the tensors in `outside` is not counted.  `now` and `peak` are in bytes; for `flops` and `moved`, see
-    `planner.Trace`.  `history` contains the number of bytes in the heap and in memory-mapped blocks after each change.
+    The memory of the tensors in `outside` is not counted.  `now` and `peak` are in bytes; for `flops` and `moved`,
+    see `planner.Trace`.  Each change appends a pair to `history`: the bytes in the heap and the bytes in
+    memory-mapped blocks.
     """
 
     def __init__(self, outside: Iterable[Any]) -> None:
@@ -364,9 +362,9 @@ class MemoryTracker(TorchDispatchMode):
         return sum(max(sizes) for sizes in zip(*self.history, strict=True)) if self.history else 0
 
     def live(self, least_bytes: int = 0, *, without: Sequence[Tensor] = ()) -> dict[int, int]:
-        """Return the size in bytes of each live storage of at least `least_bytes` bytes, keyed by a unique number.
+        """Return the size in bytes of each live storage, keyed by a unique number.
 
-        Storages of the tensors in `without` are omitted.
+        Storages smaller than `least_bytes` and storages of the tensors in `without` are omitted.
         """
         keys = {tensor.untyped_storage()._cdata for tensor in without}
         left_out = {self._seen[key][1] for key in keys if key in self._seen}

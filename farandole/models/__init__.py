@@ -1,1 +1,1 @@
-"""Define models, each an `nn.Sequential` of blocks.  The model code is written for one device, without ranks."""
+"""Define models, each an `nn.Sequential` of blocks.  The model code is written for a single device."""

@@ -45,8 +45,7 @@ def attention(
         info: the packed documents; by default, each sequence is one document.
         causal: whether a position attends only to itself and earlier positions.
         scale: the factor applied to the scores, by default 1 / sqrt(width).
-        window: the number of most recent positions, including the current position, that a position attends to; None
-            for all positions.
+        window: a position attends only to positions at a distance of less than `window`; None for no limit.
         bias: (1 or batch, heads, positions, key positions), added to the scores.
         dropout: the probability of dropping an attention weight.
         heads: the dropout for this process's shard of the heads, if heads are split over processes.
@@ -139,7 +138,7 @@ def masked_attention(
 
 
 def _added(query: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Tensor:
-    """Combine the mask and the bias into one tensor, which is broadcast and added to the scores."""
+    """Return the mask and the bias as one tensor to add to the scores."""
     added = query.new_zeros(1, 1, 1, 1) if bias is None else bias.to(query.dtype)
     if mask is not None:
         return added.masked_fill(~mask, float("-inf"))
@@ -158,7 +157,7 @@ def _by_products(
     dropout: float,
     shard: ShardedDropout | None,
 ) -> Tensor:
-    """Compute attention with explicit matrix products.  `added` is added to the scores, with broadcasting."""
+    """Compute attention with explicit matrix products; `added` is added to the scores."""
     batch, heads, positions, width = query.shape
     count = batch * heads
     if added.shape[0] == added.shape[1] == 1:

@@ -1,14 +1,12 @@
 """BERT: a bidirectional transformer that predicts masked tokens.
 
-The blocks follow Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
-Understanding", and match the published weights: normalized token, position and segment embeddings; post-normalized
-layers; and a head with an additional transform, an output weight tied to the token embedding, and a bias.  The
-next-sentence head is omitted, because it does not help (Liu et al., 2019, "RoBERTa").  `farandole.models.hf` reads
-published weights.
+The model follows Devlin et al., 2019, "BERT: Pre-training of Deep Bidirectional Transformers for Language
+Understanding".  The next-sentence head is omitted, because it does not help (Liu et al., 2019, "RoBERTa").
+`farandole.models.hf` reads published weights.
 
     model = build_bert(bert_config("bert-base"))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
-    total, count = model(tokens, None, targets)  # the summed loss of the targets that are not negative
+    total, count = model(tokens, None, targets)  # summed loss and number of nonnegative targets
 
 A model that is too large for memory can be initialized block by block, with the same weights:
 
@@ -115,7 +113,7 @@ CONFIGS = {
 
 
 def bert_config(name: str, **changes: Any) -> BERTConfig:
-    """Return configuration `name`, with the fields in `changes` replaced.
+    """Return the configuration `name`, with the fields in `changes` replaced.
 
     If `changes` contains `width` but not `feed_forward`, the width of the feed-forward network is 4 times `width`.
 
@@ -171,7 +169,7 @@ class BERTBlock(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """The head for masked tokens: a transform, followed by an output projection with the given `weight`."""
+    """The head for masked tokens: a transform, followed by an output projection that uses `weight`."""
 
     vocabulary: Vocabulary = WHOLE
 
@@ -220,9 +218,9 @@ class BERT(Transformer):
         self._context = first.context if isinstance(first, BERTEmbedding) else 0
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return `info` with the padding as a separate document, if the configuration has a padding token.
+        """Return `info`, with the padding tokens (if configured) in a separate document.
 
-        The padding does not shift the positions of the other tokens.
+        The other tokens keep their positions.
         """
         info = super().prepare(inputs, info)
         if self._padding is None or info.documents is not None:
@@ -236,7 +234,7 @@ class BERT(Transformer):
 
 
 def bert(config: BERTConfig) -> BERT:
-    """Return a BERT model without initialized weights (see `build_bert`).
+    """Return a BERT model without the weight initialization of `build_bert`.
 
     The model ends with a classifier if `config.classes` is not 0, and otherwise with a head for masked tokens.
     """
@@ -249,7 +247,7 @@ def bert(config: BERTConfig) -> BERT:
 
 
 def build_bert(config: BERTConfig, seed: int | None = None) -> BERT:
-    """Return a BERT model on torch's default device.
+    """Return a BERT model with initial weights, on torch's default device.
 
     Args:
         seed: the seed for the initial weights, by default a seed drawn from torch's global generator.  Unused on the

@@ -1,9 +1,8 @@
-"""DeepSeek-V3: multi-head latent attention, mixtures of experts with a shared expert, and multi-token prediction.
+"""DeepSeek-V3: multi-head latent attention, mixture-of-experts layers with a shared expert, and multi-token prediction.
 
 The model follows DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report".  Queries, keys and values are expanded from
-low-rank latent vectors.  Each query and key head has a part without positions and a part with rotary positions.  All
-heads share the rotary part of the key.  The first layers are dense, and the others have a mixture of experts
-(`moe.GroupedRouter`).
+low-rank latent vectors.  Each query and key head has a non-rotary part and a rotary part.  All heads share the rotary
+part of the key.  The first layers are dense, and the other layers use a mixture of experts (`moe.GroupedRouter`).
 
 With `predicted` > 0, the head has modules that predict additional tokens during training (section 2.2 of the report).
 Module k combines the hidden state at position i with the embedding of token i + k, runs one more layer, and predicts
@@ -42,8 +41,8 @@ class DeepSeekConfig:
     Args:
         inner: the feed-forward width in dense layers.
         query_rank, kv_rank: the widths of the latent vectors; query_rank=0 projects queries directly.
-        plain_width: the width of the part without positions in each query and key head.
-        rotary: the rotary positions of the other part.
+        plain_width: the width of the non-rotary part of each query and key head.
+        rotary: the settings of rotary positions, including the width of the rotary part.
         value_width: the width of a value head.
         dense: the number of dense layers at the start.
         experts, top, groups, top_groups, normalized, route_scale: the options of `moe.GroupedRouter`.
@@ -52,7 +51,7 @@ class DeepSeekConfig:
         attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
         predicted: the number of modules that predict additional tokens.
         predicted_weight: the factor applied to the mean of the modules' losses.
-        balance: how the routers' biases and losses balance the load of the experts.
+        balance: the settings for balancing the load of the experts.
         padding: the token whose embedding receives no gradient, as in `nn.Embedding`.
     """
 
@@ -93,7 +92,7 @@ class DeepSeekConfig:
 class LatentAttention(nn.Module):
     """Multi-head latent attention.
 
-    The norms of the latent vectors use an epsilon of 1e-6 for every configuration, as in transformers.
+    The norm layers of the latent vectors always use an epsilon of 1e-6, as in the `transformers` library.
     """
 
     sharded_dropout: ShardedDropout | None = None
@@ -164,7 +163,7 @@ def _layer(config: DeepSeekConfig, number: int) -> TransformerBlock:
 class TokenPrediction(nn.Module):
     """Computes the hidden state that predicts one more token.
 
-    The layer combines the hidden state at each position with the embedding of the next token.
+    The module combines the hidden state at each position with the embedding of the next token.
     """
 
     def __init__(self, config: DeepSeekConfig) -> None:

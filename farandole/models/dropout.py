@@ -1,7 +1,7 @@
 """Apply dropout to a tensor that is split over processes, with the mask that a single process would draw.
 
-The processes have random generators in the same state.  Each process draws the mask for the complete tensor, but
-applies only the part that belongs to its own elements.
+All processes must have random generators in the same state.  Each process draws the mask for the complete tensor,
+and applies only the mask of its own elements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class OwnPositions:
-    """The positions that this process holds of each sequence in a batch.
+    """This process's positions in each sequence of a batch.
 
     Args:
         batch: the number of sequences.
@@ -37,7 +37,7 @@ _own: ContextVar[OwnPositions | None] = ContextVar("own positions", default=None
 
 @contextmanager
 def with_positions(own: OwnPositions) -> Iterator[None]:
-    """Return a context in which the tensors passed to `dropout` contain only the positions in `own`."""
+    """Within the context, treat tensors passed to `dropout` as containing only the positions in `own`."""
     before = _own.set(own)
     try:
         yield
@@ -56,10 +56,7 @@ def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
 
 
 def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor:
-    """Return a dropout mask of the given shape, with the dtype of `like`.  Its values are 0 or 1 / (1 - probability).
-
-    Within `with_positions`, the mask is this process's part of the mask for complete sequences.
-    """
+    """Return this process's part of a dropout mask; its values are 0 and 1 / (1 - probability)."""
     own = _own.get()
     if own is None:
         return F.dropout(like.new_ones(shape), probability)
@@ -72,8 +69,8 @@ def _draw_mask(like: Tensor, shape: Sequence[int], probability: float) -> Tensor
 class ShardedDropout:
     """Dropout for a shard of a tensor.
 
-    The shard contains the `ranges` of indices in dimension `dim`.  The complete tensor has `total` elements in this
-    dimension.
+    The shard contains the `ranges` (start, end) of indices in dimension `dim`.  The complete tensor has size `total`
+    in this dimension.
     """
 
     dim: int
@@ -81,7 +78,7 @@ class ShardedDropout:
     total: int
 
     def __call__(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
-        """Apply dropout to the shard `x`, with its part of the mask for the complete tensor."""
+        """Apply dropout to the shard `x`."""
         if not training or not probability:
             return x
         shape = list(x.shape)

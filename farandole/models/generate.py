@@ -24,8 +24,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield `count` tokens that continue `prompt`.
 
-    A `Transformer` uses a key-value cache if the prompt and the continuation fit in the context.  The head, which is
-    the largest block of a small model, runs only on the last position.
+    A `Transformer` uses a key-value cache if the prompt and the continuation fit in the context.
 
     If ranks gather weights block by block (`zero=3`) or run different pipeline stages, all ranks must call this
     function with the same arguments, and all ranks get the same tokens.
@@ -67,11 +66,9 @@ def generate(
 
 
 def _last_position(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return only the last position of the head's input (batch, positions, width); a forward pre-hook.
-
-    An input (tokens, width) is not changed, because its tokens are split over processes, and another process may have
-    the last token.
-    """
+    """Reduce the head's input (batch, positions, width) to the last position; a forward pre-hook."""
+    # An input (tokens, width) is not changed: its tokens are split over processes, and another process may have the
+    # last token.
     return (inputs[0][:, -1:], *inputs[1:]) if inputs[0].dim() == 3 else inputs
 
 

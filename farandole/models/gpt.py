@@ -1,10 +1,9 @@
 """GPT: a decoder-only transformer.
 
 The blocks and initial weights follow GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask
-Learners"), with layer normalization before attention and before the feed-forward network, and an output projection tied
-to the token embedding.  Two defaults differ from GPT-2.  Position embeddings are rotary instead of learned, because
-small models then learn much faster from a few million tokens.  The GELU is exact, which is several times faster on a
-CPU than the tanh approximation.  `GPTConfig(positions="learned", activation="gelu_new")` selects GPT-2.
+Learners").  Two defaults differ from GPT-2.  Position embeddings are rotary instead of learned, because small
+models then learn much faster from a few million tokens.  The GELU is exact, which is several times faster on a CPU
+than the tanh approximation.  `GPTConfig(positions="learned", activation="gelu_new")` selects GPT-2.
 
     model = build_gpt(GPTConfig(vocabulary=4096, context=256, layers=4, heads=4, width=256))
     logits = model(tokens)                       # (batch, positions) -> (batch, positions, vocabulary)
@@ -48,7 +47,7 @@ class GPTConfig:
         tied: whether the head shares the token embedding.
 
     Raises:
-        ValueError: if `width` is not a multiple of `heads` or, with rotary positions, of twice `heads`.
+        ValueError: if `width` is not a multiple of `heads` (of 2 * `heads` with rotary positions).
     """
 
     vocabulary: int

@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _RMSNorm(torch.autograd.Function):
-    """A fused RMS normalization for CPUs.  On a CPU, `F.rms_norm` takes 5 times as long (measured)."""
+    """A fused RMS normalization for CPUs, on which `F.rms_norm` takes 5 times as long (measured)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., width) to the same shape."""
+        """Normalize `x` (..., width) along the last dimension."""
         return rms_norm(x, self.weight, self.epsilon)
 
 
@@ -105,8 +105,8 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention with a fused projection of queries, keys and values.
 
-    The number of heads is derived from the width of the projection, so a module with a shard of the weights computes a
-    shard of the heads.
+    `forward` derives the number of heads from the width of the projection.  A module with a shard of the weights
+    therefore computes a shard of the heads.
 
     Args:
         width: the width of the hidden states.
@@ -116,10 +116,9 @@ class SelfAttention(nn.Module):
         bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias, by default `bias`.
         rotary: the rotary positions for queries and keys.
-        window: the number of most recent positions that a position attends to, including the position itself; None for
-            no limit.
-        norm: a function that returns a normalization for a given width.  It creates the normalizations of queries and
-            keys (Qwen 3), which are omitted by default.
+        window: the number of most recent positions that a position attends to, including itself; None for no limit.
+        norm: a function that takes the head width and returns a normalization for queries or keys (Qwen 3).  By
+            default, queries and keys are not normalized.
         scale: the factor applied to the scores, by default 1 / sqrt(head width).
 
     Raises:
@@ -158,7 +157,7 @@ class SelfAttention(nn.Module):
         self.norm_key = norm(self.head_width) if norm else None
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Map (batch, positions, width) to the same shape."""
+        """Return the attention output (batch, positions, width) for `x`, which has the same shape."""
         info = info or SequenceInfo()
         batch, positions, _ = x.shape
         projected = self.qkv(x).view(batch, positions, -1, self.head_width).transpose(1, 2)
@@ -204,7 +203,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Map (..., width) to the same shape."""
+        """Return the network's output for `x`, both of shape (..., width)."""
         result: Tensor = self.down(self.activation(self.up(x)))
         return result
 
@@ -257,7 +256,7 @@ class GatedFeedForward(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Map (..., width) to the same shape."""
+        """Return the network's output for `x`, both of shape (..., width)."""
         result: Tensor = self.down(gated(self.gate_up(x), self.activation))
         return result
 
@@ -290,7 +289,7 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Map (batch, positions, width) to the same shape."""
+        """Return the block's output for `x`, both of shape (batch, positions, width)."""
         x = x + self.dropout(self.attention(self.norm_attention(x), info))
         return x + self.dropout(self.feed_forward(self.norm_feed_forward(x), info))
 
@@ -325,7 +324,7 @@ class Embedding(nn.Module):
 
 
 def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo | None) -> Tensor:
-    """Return the position embeddings for `tokens`, of shape (positions, width) or (batch, positions, width).
+    """Return the position embeddings (positions, width) or (batch, positions, width) for `tokens`.
 
     Raises:
         ValueError: if there are more positions than embeddings.
@@ -341,7 +340,7 @@ def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo 
 
 
 def check_context(count: int, context: int) -> None:
-    """Raise ValueError if there are more positions than `context`."""
+    """Raise ValueError if `count` positions exceed the model's context."""
     if count > context:
         raise ValueError(f"expected at most {context} positions (the model's context), got {count}")
 
@@ -358,7 +357,7 @@ class Head(nn.Module):
     """The final normalization and the output projection.
 
     Args:
-        weight: the token embedding (vocabulary, width), for a tied head.  By default, the head has a separate weight.
+        weight: the token embedding (vocabulary, width), for a tied head.  By default, the head has its own weight.
     """
 
     vocabulary: Vocabulary = WHOLE
@@ -388,11 +387,10 @@ class Head(nn.Module):
 
 @torch.no_grad()
 def initialize(model: nn.Module, deviation: float = 0.02) -> None:
-    """Initialize weights from a normal distribution, biases with zeros, and normalizations as the identity.
+    """Initialize weights from a normal distribution, biases to zero, and normalizations to the identity.
 
-    Each block adds to the residual stream twice.  The standard deviation for the output projections (`out` and `down`)
-    is therefore divided by sqrt(2 L), so that the variance of the residual stream does not grow with the number of
-    layers L (Radford et al., 2019).
+    For L layers, the standard deviation of the output projections (`out` and `down`) is divided by sqrt(2 L).  The
+    variance of the residual stream therefore does not grow with L (Radford et al., 2019).
     """
     layers = sum(isinstance(module, TransformerBlock) for module in model.modules())
     residual = deviation / math.sqrt(2 * max(1, layers))

@@ -43,7 +43,8 @@ class LlamaConfig:
         kv_heads: the number of key-value heads; 0 selects `heads`.
         head_width: the width per head; 0 selects width / heads.
         rotary: the rotary positions.  None selects base 10,000 and rotates all values of a head.
-        windows: one entry per layer, a sliding window or None for full attention.  If empty, no layer has a window.
+        windows: for each layer, the length of the sliding window, or None for full attention.  If empty, no layer has a
+            window.
         attention_bias: whether the query, key and value projections have biases.
         out_bias: whether the attention's output projection has a bias.
         feed_forward_bias: whether the feed-forward network has biases.
@@ -53,7 +54,7 @@ class LlamaConfig:
 
     Raises:
         ValueError: if `width` is not a multiple of `heads` (with `head_width` = 0), `heads` is not a multiple of
-            `kv_heads`, or `windows` is not empty and does not have one entry per layer.
+            `kv_heads`, or a non-empty `windows` does not have one entry per layer.
     """
 
     vocabulary: int
@@ -96,7 +97,7 @@ class LlamaConfig:
 
 
 def llama_attention(config: LlamaConfig, layer: int) -> SelfAttention:
-    """Return the attention module of layer number `layer`, counted from 0."""
+    """Return the attention module for layer `layer`, counted from 0."""
     return SelfAttention(
         config.width,
         config.heads,

@@ -83,13 +83,13 @@ def next_token_loss(logits: Tensor, targets: Tensor, chunk_bytes: int | None = N
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Return the summed negative log-likelihood of `targets` (nats, an fp32 scalar), and the number of targets.
+    """Return the summed negative log-likelihood in nats (an fp32 scalar) and the number of targets.
 
-    Logits and targets have the same shapes and dtypes as for `next_token_loss`.  The forward pass also stores the
-    gradient.  For fp16 logits, it stores the gradient of the sum, because the gradient of the mean would underflow.
-    For other dtypes, it stores the gradient of the mean, which avoids another pass if the sum is divided by the count.
+    The shapes and dtypes of the arguments are the same as for `next_token_loss`.
     """
     count = targets.numel()
+    # Storing the gradient of the mean avoids another pass if the sum is divided by the count.  In fp16, this gradient
+    # would underflow.
     divisor = 1 if logits.dtype == torch.float16 else max(1, count)
     flat = logits.reshape(-1, logits.shape[-1])
     if torch.is_grad_enabled() and flat.requires_grad:
@@ -99,13 +99,13 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This process's shard of a vocabulary that is sharded over processes.
+    """This process's shard of a vocabulary.
 
     Args:
         first: the first token of this process's shard.
         size: the number of tokens in the vocabulary.
         largest: the number of tokens in the largest shard.
-        gather: `gather(statistics)` returns the statistics of all shards, stacked along a new dimension 0.
+        gather: a function that gathers the tensors of all processes, and stacks them along a new dimension 0.
     """
 
     first: int
@@ -116,7 +116,7 @@ class VocabularyShard:
     def check(self, tokens: Tensor) -> None:
         """Raise IndexError if tokens are not in the vocabulary.
 
-        On an accelerator, a kernel fails instead, as in `F.embedding`.
+        On an accelerator, a kernel assertion fails instead, as in `F.embedding`.
         """
         if isinstance(tokens, FakeTensor) or not tokens.numel():
             return
@@ -131,18 +131,18 @@ class VocabularyShard:
             )
 
     def local(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return each token's index in a shard of `count` tokens, and a mask of the tokens outside of the shard.
+        """Return each token's index in a shard of `count` tokens, and a mask of the tokens outside the shard.
 
-        The index of a token outside of the shard is 0.
+        The index of a token outside the shard is 0.
         """
         places = tokens - self.first
         outside = (places < 0) | (places >= count)
         return places.masked_fill(outside, 0), outside
 
     def softmax_statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithm of each row's softmax denominator and the logit of its target, both of shape (rows).
+        """Return the logarithms of the softmax denominators, and the target logits, both of shape (rows).
 
-        `logits` are the logits of this process's shard.  The results cover all shards.
+        `logits` are the logits of this process's shard.  The results are for the complete vocabulary.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         places, outside = self.local(targets, logits.shape[1])
@@ -159,20 +159,16 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _head_rows(hidden: Tensor, weight: Tensor, chunk_bytes: int, shard: VocabularyShard | None) -> int:
-    """Return the number of rows per chunk of logits.
-
-    The number is the same on all processes, because they exchange statistics once per chunk.
-    """
+    """Return the number of rows per chunk of logits."""
+    # the same on all processes, because they exchange statistics once per chunk
     size = len(weight) if shard is None else shard.largest
     return max(1, chunk_bytes // (size * hidden.element_size()))
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes a linear layer, the summed cross-entropy of its output, and the gradients, in chunks of rows.
+    """Computes the summed cross-entropy of a linear layer's output in chunks of rows."""
 
-    The forward pass also computes the gradients, because the logits chunks exist only in the forward pass.  The number
-    of matrix products is the same as without chunks.
-    """
+    # The forward pass also computes the gradients, because the logits chunks exist only in the forward pass.
 
     @staticmethod
     def forward(
@@ -237,7 +233,7 @@ class _HeadLoss(torch.autograd.Function):
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, divisor: int, shard: VocabularyShard | None
 ) -> Tensor:
-    """Return a chunk's summed cross-entropy, and overwrite `logits` with its gradients, divided by `divisor`."""
+    """Return the summed cross-entropy, and overwrite `logits` with the gradient divided by `divisor`."""
     if shard is not None:
         return _shard_loss_and_gradient(logits, targets, divisor, shard)
     rows = _chunk_rows(logits)
@@ -275,10 +271,10 @@ def head_loss(
     chunk_bytes: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, int]:
-    """Return the summed cross-entropy for the logits `before(hidden) weight^T + bias`, and the number of targets.
+    """Return a model head's summed cross-entropy and the number of targets.
 
-    In many models, the logits are the largest tensor.  This function computes logits for one chunk of positions at a
-    time, and only for positions with a target.
+    The logits are `before(hidden) @ weight.T + bias`.  To save memory, they are computed for one chunk of positions at
+    a time, and only for positions with a target.
 
     Args:
         hidden: (..., width).
@@ -288,7 +284,7 @@ def head_loss(
         before: a function, such as a normalization, applied to the hidden states at positions with a target.
         chunk_bytes: the size in bytes of a chunk of logits, by default `LOGITS_BYTES`.
         shard: the vocabulary shard of `weight` and `bias`, if the vocabulary is sharded.  The gradient with respect to
-            `hidden` is then the contribution of this shard.
+            `hidden` is then only this shard's contribution.
 
     Returns:
         The sum in nats as an fp32 scalar, and the number of targets that are not negative.

@@ -16,10 +16,9 @@ _RANDOM = frozenset(
 
 
 class _SkipRandomValues(TorchFunctionMode):
-    """Skips random initialization on the meta device.
+    """Skips random initialization on the meta device."""
 
-    The first random initialization on this device would import torch's compiler, which takes 2 to 8 s.
-    """
+    # The first random initialization on this device would import torch's compiler, which takes 2 to 8 s.
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -18,7 +18,7 @@ class MixtralConfig(LlamaConfig):
         experts: the number of experts per layer.  Each expert is a feed-forward network of width `inner`.
         top: the number of experts that process each token.
         jitter: the amplitude of the noise on the router's input during training; see `moe.TopKRouter`.
-        balance: how routers balance the load of their experts.
+        balance: the settings for load balancing.
     """
 
     experts: int = 8

@@ -22,7 +22,7 @@ from farandole.models.sequence import SequenceInfo
 
 @dataclass(frozen=True)
 class Balance:
-    """How a router balances the load of its experts during training.  By default, no loss and no limit apply.
+    """Settings for balancing the load of a router's experts during training.  By default, no loss and no limit apply.
 
     Losses and capacities apply to each sequence separately, so they do not depend on the distribution of sequences over
     micro-batches and processes.
@@ -34,9 +34,10 @@ class Balance:
             load.
         z_loss: the coefficient of the z-loss, which keeps logits small: the mean squared logarithm of the softmax
             denominator (Zoph et al., 2022, "ST-MoE", equation 5).
-        capacity: the maximum number of a sequence's tokens per expert, as a multiple of the mean k T / E; None for no
+        capacity: the maximum number of tokens per expert in a sequence, as a multiple of the mean k T / E; None for no
             limit.  Tokens beyond the limit are dropped: the expert does not process them (Lepikhin et al., 2021,
-            "GShard").  First choices have priority over second choices, and then earlier tokens over later tokens.
+            "GShard").  First choices have priority over second choices.  Among equal choices, earlier tokens have
+            priority.
 
     Raises:
         ValueError: if a coefficient is negative, or the capacity is not positive.
@@ -57,7 +58,7 @@ class Balance:
 
     @property
     def has_losses(self) -> bool:
-        """Return whether the router adds to the model's loss."""
+        """Return whether the router adds losses to the model's loss."""
         return self.loss > 0 or self.z_loss > 0
 
 
@@ -101,7 +102,7 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Routing:
-        """Select `top` experts for each row of `x` (tokens, width), and update `load` if `counts_load`."""
+        """Select `top` experts for each row of `x` (tokens, width), and update `load` if `counts_load` is true."""
         routing = self.route(x)
         if self.counts_load:
             with torch.no_grad():
@@ -110,9 +111,9 @@ class Router(nn.Module):
 
     @property
     def counts_load(self) -> bool:
-        """Return whether a forward pass would now add to `load`.
+        """Return whether a forward pass adds to `load`.
 
-        The result is true in training mode, except during a recomputation in a backward pass.
+        The result is true in training mode, except while a backward pass recomputes activations.
         """
         return self.training and torch._C._current_graph_task_id() == -1
 
@@ -140,10 +141,10 @@ class TopKRouter(Router):
 
 
 class GroupedRouter(Router):
-    """Selects experts from the best groups, and balances the experts' load with a bias instead of an auxiliary loss.
+    """Selects experts from the best groups, and balances their load with biases instead of an auxiliary loss.
 
-    An expert's score is the sigmoid of its logit.  A bias, which `balance` adapts, affects the selection of
-    experts but not their weights (DeepSeek-V3, 2024, section 2.1.2).
+    An expert's score is the sigmoid of its logit.  Each expert's bias, which `balance` adapts, affects the selection
+    but not the weights (DeepSeek-V3, 2024, section 2.1.2).
 
     Args:
         groups: the number of expert groups.
@@ -216,7 +217,7 @@ class GroupedRouter(Router):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load of a router's experts on all processes.
+    """The load of a router's experts, summed over all processes.
 
     Args:
         tokens: the number of tokens for each expert, before tokens are dropped, fp32 of shape (experts).
@@ -228,7 +229,7 @@ class RouterLoad:
 
     @property
     def imbalance(self) -> float:
-        """Return the largest load as a multiple of the mean load.  The result is 1 for a uniform load."""
+        """Return the ratio of the largest load to the mean load, which is 1 for a uniform load."""
         return float(self.tokens.max() / self.tokens.mean().clamp(min=1e-20))
 
 
@@ -245,12 +246,12 @@ def take_loads(
 ) -> dict[str, RouterLoad]:
     """Return each router's load since the last call, keyed by router name, and reset the loads.
 
-    This function also balances the experts of each `GroupedRouter`.  Call it once per step on all processes.
+    This function also balances the experts of each `GroupedRouter`.  All processes must call it once per step.
 
     Args:
         all_reduce: a function that sums a tensor over all processes in place.
         experts: a dict that maps each router's name to its number of experts.  The dict includes routers on other
-            processes, and has the same order on all processes.  By default, all processes have the routers of `model`.
+            processes, and has the same order on all processes.  It is required if processes have different routers.
     """
     routers = routers_of(model)
     if experts is None:
@@ -288,7 +289,7 @@ def load_of(experts: Tensor, count: int) -> Tensor:
 
 
 def as_sizes(counts: Tensor, total: int) -> list[int]:
-    """Return `counts` as integers; in a dry run, in which tensors have no values, divide `total` equally."""
+    """Return `counts` as a list.  In a dry run, tensors have no values, so divide `total` equally."""
     if isinstance(counts, FakeTensor):
         least, more = divmod(total, len(counts))
         return [least + (number < more) for number in range(len(counts))]
@@ -302,7 +303,7 @@ def kept_within(capacity: int, experts: Tensor, sequences: int, count: int) -> T
     Args:
         capacity: the maximum number of tokens that an expert processes in each sequence.
         experts: the indices of the selected experts (tokens, top).
-        sequences: the number of sequences.  They have equal lengths, and their tokens are consecutive.
+        sequences: the number of sequences, which have equal lengths and consecutive tokens.
         count: the number of experts.
     """
     tokens, top = experts.shape
@@ -344,7 +345,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class StackedLinear(nn.Module):
-    """A linear layer per expert, without biases, with the stacked weights `weight` (experts, outputs, inputs)."""
+    """A linear layer for each expert, without biases.  `weight` has shape (experts, outputs, inputs)."""
 
     multiply: Multiply | None = None
     """Replaces `F.linear` for the rows of one expert, to multiply in a precision other than that of the weights."""
@@ -359,7 +360,7 @@ class StackedLinear(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Map the rows for each of this process's experts from (rows, inputs) to (rows, outputs)."""
+        """For each expert on this process, map a tensor (rows, inputs) to a tensor (rows, outputs)."""
         multiply = self.multiply or F.linear
         return [multiply(part, weight) for part, weight in zip(parts, self.weight, strict=True)]
 
@@ -391,7 +392,7 @@ class Experts(nn.Module):
             x: (tokens, width).
             experts, weights: the indices of the selected experts and their weights, both (tokens, top).
             kept: a mask (tokens, top) of the selections that are computed; None for all.
-            meanwhile: a function that computes a term of the sum while rows are sent to other processes.
+            meanwhile: a function whose result is added to the sum.  It runs while rows are sent to other processes.
 
         Returns:
             (tokens, width).
@@ -434,11 +435,11 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, its experts, and a shared expert that processes every token.
+    """A router, its experts, and an optional shared expert that processes every token.
 
     Args:
         shared: the shared expert, or None.
-        balance: how the router balances the load of the experts.
+        balance: the settings for load balancing.
     """
 
     def __init__(
@@ -453,7 +454,7 @@ class MixtureOfExperts(nn.Module):
         self.balance = balance or Balance()
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Map (..., width) to the same shape.
+        """Return the output for `x`, both of shape (..., width).
 
         Router losses apply if `x` is (batch, positions, width) and `info` contains `router_losses`.
         """
@@ -471,10 +472,7 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def _kept(self, experts: Tensor, sequences: int) -> Tensor | None:
-        """Return a mask of the selections within the capacity, or None if all selections are kept.
-
-        The number of dropped selections is added to the router's `load`.
-        """
+        """Return a mask of the selections to keep, or None for all; count the dropped selections."""
         if self.balance.capacity is None or not self.training or isinstance(experts, FakeTensor):
             return None
         count = self.experts.count
@@ -486,7 +484,7 @@ class MixtureOfExperts(nn.Module):
         return kept
 
     def _loss(self, routing: Routing, batch: int, info: SequenceInfo) -> Tensor:
-        """Return this process's contribution to the router's loss: the sum over this process's tokens."""
+        """Return this process's contribution to the router's loss."""
         losses = info.router_losses
         assert losses is not None
         scores = routing.scores.unflatten(0, (batch, -1))  # (batch, positions, experts)

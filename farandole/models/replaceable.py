@@ -1,4 +1,4 @@
-"""Let a `TorchFunctionMode` replace a whole operation of a model, just as it can replace a torch function."""
+"""Allow a `TorchFunctionMode` to intercept a model's operations in the same way as torch functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def replaceable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `function` so that a `TorchFunctionMode` receives it as one call.  The first argument must be a tensor.
+    """Wrap `function` so that a `TorchFunctionMode` intercepts it as one call.
 
-    `inspect.unwrap` returns the original function.
+    The first argument must be a tensor.  `inspect.unwrap` returns the original function.
     """
 
     @functools.wraps(function)

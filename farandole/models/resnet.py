@@ -104,7 +104,7 @@ CONFIGS = {
 
 
 def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
-    """Return configuration `name`, with `classes` classes if given.
+    """Return the configuration named `name`, with `classes` classes if given.
 
     Raises:
         ValueError: if the name is unknown.  The message suggests the closest name.
@@ -118,7 +118,7 @@ def resnet_config(name: str, classes: int | None = None) -> ResNetConfig:
 
 
 class Stem(nn.Module):
-    """A convolution and a pooling layer, which together reduce the image height and width to a quarter."""
+    """A convolution and max pooling, which reduce the image height and width by a factor of 4."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -202,14 +202,15 @@ class Classifier(nn.Module):
 
 
 def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Sequential:
-    """Return a ResNet, which consists of the stem, the blocks in all stages, and the classifier.
+    """Return a ResNet: a stem, the blocks of all stages, and a classifier.
 
     Weights are drawn from torch's global generator, with variance 2 / fan-in for convolutions (He et al., 2015,
     "Delving Deep into Rectifiers", eq. 10) and standard deviation 0.01 for the classifier.
 
     Args:
-        zero_last_norm: whether to initialize the last batch norm in every block to 0, so that blocks start as the
-            identity.  This helps with large batches (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 5.1).
+        zero_last_norm: whether to initialize the weight of the last batch norm in every block to 0.  Each residual
+            branch then starts at 0, which helps with large batches (Goyal et al., 2017, "Accurate, Large Minibatch
+            SGD", section 5.1).
     """
     kind = BasicBlock if config.block == "basic" else Bottleneck
     blocks = [kind(*shape) for stage in config.stages for shape in stage]
@@ -227,7 +228,7 @@ def build_resnet(config: ResNetConfig, *, zero_last_norm: bool = False) -> nn.Se
 
 
 def from_torchvision_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the entries of a torchvision ResNet state dict to match a model from `build_resnet`.
+    """Rename the entries of a torchvision ResNet state dict for a model from `build_resnet`.
 
     Timm and most checkpoints use torchvision's names: conv1, bn1, layer1.0.conv1, ..., fc.  DistributedDataParallel's
     prefix "module." is removed.

@@ -1,15 +1,16 @@
 """Compute rotary position embeddings (Su et al., 2021, "RoFormer").
 
-Pairs of values in each head are rotated by the position times a frequency, so the product of a query and a key depends
-on their distance, but not on their absolute positions.  Value i is paired with value i + width / 2, as in GPT-NeoX and
-Llama.  If `interleaved` is true, value 2 i is paired with value 2 i + 1, as in the paper and GPT-J.
+Each pair of values in a head is rotated by the position times a frequency.  The dot product of a query and a key
+therefore depends on their distance, but not on their absolute positions.  Value i is paired with value i + width / 2,
+as in GPT-NeoX and Llama.  If `interleaved` is true, value 2 i is paired with value 2 i + 1, as in the paper and GPT-J.
 
 Scalings extend a model to sequences that are longer than its training sequences:
 
     linear    positions are divided by `factor` (Chen et al., 2023, "Extending Context Window of Large Language Models")
     dynamic   the base grows with the sequence length (NTK-aware scaling)
-    yarn      low frequencies are divided by `factor`, high frequencies are kept (Peng et al., 2023, "YaRN")
-    llama3    like yarn, with Llama 3.1's ramp
+    yarn      low frequencies are divided by `factor`, and high frequencies are unchanged, with a ramp in between
+              (Peng et al., 2023, "YaRN")
+    llama3    like `yarn`, with Llama 3.1's ramp
     longrope  each frequency is divided by its own factor, with different factors for sequences longer than the
               training sequences (Ding et al., 2024, "LongRoPE")
 
@@ -39,16 +40,16 @@ BASE = 10_000.0
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotates the first `width` values in queries and keys, and leaves the other values unchanged.
+    """Rotates the first `width` values of each head in queries and keys.
 
     Args:
         width: the number of rotated values per head, even.
         scaling: one of `SCALINGS`, or None.
         factor: the factor by which the scaling extends the context.
-        original: the maximum number of training positions before the extension.
+        original: the maximum length of the training sequences before the extension.
         slow, fast: the ends of the ramp, as numbers of rotations over `original` positions.  Pairs with at most `slow`
-            rotations are fully scaled, and pairs with at least `fast` rotations are kept.  The configuration names are
-            `beta_slow` and `beta_fast` for `yarn`, and `low_freq_factor` and `high_freq_factor` for `llama3`.
+            rotations are fully scaled, and pairs with at least `fast` rotations are unchanged.  The configuration names
+            are `beta_slow` and `beta_fast` for `yarn`, and `low_freq_factor` and `high_freq_factor` for `llama3`.
         magnitude: the factor applied to sines and cosines.
         truncate: whether `yarn` rounds the ends of its ramp to whole pairs.
         short_factors, long_factors: one factor per pair, for `longrope`.  `short_factors` apply to sequences with at
@@ -91,7 +92,7 @@ class Rotary:
         return self.scaling in ("dynamic", "longrope")
 
     def __call__(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        """Rotate `x` (batch, heads, positions, values) by the positions in `info`, by default 0, 1, ..."""
+        """Rotate `x` (batch, heads, positions, values) for the positions in `info`, by default 0, 1, ..."""
         info = info or SequenceInfo()
         length = x.shape[-2]
         start = info.cache.length if info.cache is not None else 0
@@ -137,15 +138,12 @@ class Rotary:
         return frequencies
 
     def _pair_with(self, rotations: float) -> float:
-        """Return the fractional index of the pair that completes `rotations` rotations over `original` positions."""
+        """Return the fractional index of the pair with `rotations` rotations over `original` positions."""
         return self.width * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 def _length(positions: Tensor) -> int:
-    """Return the largest position plus 1.
-
-    In a dry run, tensors have no values, so the result is the number of positions.
-    """
+    """Return the largest position plus 1; in a dry run (no values), the number of positions."""
     return positions.shape[-1] if isinstance(positions, FakeTensor) else int(positions.max()) + 1
 
 

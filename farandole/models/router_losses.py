@@ -1,14 +1,14 @@
 """Add router losses to a model's loss, without passing them from block to block.
 
-A router's loss keeps the load of experts balanced, or the logits small.  The loss is attached to the output of the
-mixture of experts: the output does not change, but the backward pass also propagates through the router's loss.
-Therefore, blocks need no additional outputs, even if they are recomputed.  The incoming gradient of a router's loss
-equals the incoming gradient of the model's summed loss, and is known when the backward pass begins at the head.  If the
-blocks are divided into stages, each stage passes the sum so far to the next stage (`continue_from`, `pass_on`).  In the
-backward pass, the stage first receives the gradient of this sum.
+A router loss is attached to the output of the mixture of experts: the output does not change, but the backward pass
+also propagates through the router loss.  Therefore, blocks need no additional outputs, even if they are recomputed.
 
-For each sequence, a router's loss is averaged over the positions and weighted by the number of targets.  The losses are
-therefore equal for any distribution of sequences over micro-batches and processes.
+Each router loss receives the same gradient as the model's summed loss.  This gradient is known when the backward pass
+begins at the head.  In a pipeline, each stage passes the sum of its own and earlier router losses to the next stage
+(`continue_from`, `pass_on`).  In the backward pass, a stage first receives the gradient of this sum.
+
+For each sequence, a router's loss is averaged over the positions and weighted by the number of targets.  The sum
+over all sequences therefore does not depend on the distribution of sequences over micro-batches and processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RouterLosses:
 
     Args:
         targets: int64 of shape (batch, positions) for complete sequences.  Negative targets are ignored.
-        documents: (batch, positions) or None; negative documents are padding.
+        documents: document numbers (batch, positions), negative for padding; or None.
     """
 
     def __init__(self, targets: Tensor, documents: Tensor | None = None) -> None:
@@ -37,21 +37,21 @@ class RouterLosses:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Return the number of positions in each sequence, not counting padding."""
+        """Return the number of positions in each sequence, excluding padding."""
         documents = self._documents
         real = torch.ones_like(self._targets) if documents is None else (documents >= 0).long()
         return real.sum(1).clamp(min=1)
 
     @cached_property
     def weights(self) -> Tensor:
-        """Return the weight of each sequence: the number of targets divided by the sequence's length in `lengths`."""
+        """Return the weight of each sequence: its number of targets divided by its length."""
         return (self._targets >= 0).sum(1) / self.lengths
 
     def attach(self, hidden: Tensor, loss: Tensor, copies: int = 1) -> Tensor:
         """Return `hidden` with a router's `loss`, an fp32 scalar, attached for the backward pass.
 
         Args:
-            copies: the number of processes that compute this loss and sum its gradients.
+            copies: the number of processes that compute the same loss and sum its gradients.
         """
         attached: Tensor = _Attach.apply(hidden, loss, self, copies)
         return attached
@@ -67,11 +67,14 @@ class RouterLosses:
         return added
 
     def continue_from(self, before: Tensor) -> None:
-        """Continue the sum from `before`, the fp32 sum of the losses of the previous stages."""
+        """Start the sum at `before`, the fp32 sum of the losses of the previous stages."""
         self._before = before
 
     def pass_on(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `hidden` and the fp32 sum of the losses so far.  The next stage passes this sum to `continue_from`."""
+        """Return `hidden` and the fp32 sum of the losses so far.
+
+        The next stage passes this sum to `continue_from`.
+        """
         self._complete = True
         before = hidden.new_zeros((), dtype=torch.float32) if self._before is None else self._before
         passed: tuple[Tensor, Tensor] = _PassOn.apply(hidden, before, self)
@@ -105,10 +108,9 @@ class _Add(torch.autograd.Function):
 
 
 class _PassOn(torch.autograd.Function):
-    """Returns the sum of the losses along with the hidden states.
+    """Returns the hidden states and the sum of the losses; the backward pass stores the sum's gradient."""
 
-    The backward pass therefore receives the sum's gradient before a router needs it.
-    """
+    # The sum is an output, so that the backward pass receives its gradient before a router needs it.
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, before: Tensor, losses: RouterLosses) -> tuple[Tensor, Tensor]:

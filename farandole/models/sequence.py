@@ -26,13 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The positions that this process holds, if sequences are split over several processes.
+    """This process's positions in sequences that are split over several processes.
 
     Args:
-        index: the indices, of shape (positions), of this process's positions in the complete sequences.
+        index: the index of each position in the complete sequences, of shape (positions).
         length: the number of positions in the complete sequences.
         documents, targets: the documents and targets of the complete sequences, both (batch, `length`), or None.
-        attend: a function with the arguments of `attention.attention` that also attends to the other processes' keys.
+        attend: a function that takes the arguments of `attention.attention`, and also attends to the other processes'
+            keys.
         all_reduce: a function that sums a tensor in place over the processes that share the sequences.
     """
 
@@ -49,8 +50,8 @@ class SequenceInfo:
     """Describes the sequences in a batch, for all blocks of a model.
 
     Args:
-        positions: int64 of shape (positions) or (batch, positions).  By default, positions count from 0 in each
-            document, or from the cache length.
+        positions: int64 of shape (positions) or (batch, positions).  By default, positions start at 0 in each
+            document, or at the cache length.
         documents: integers of shape (batch, positions).  A position attends only to positions with the same document
             number.  Padding is a separate document with a negative number, so its hidden states are finite but
             meaningless.
@@ -58,8 +59,7 @@ class SequenceInfo:
         source: the encoder's sequences, for an encoder-decoder model.
         shard: the positions of this process, if sequences are split over several processes.
         router_losses: the sum of the router losses during training.
-        shape: the number of sequences and the number of positions that this process embeds.  `Transformer.prepare` sets
-            `shape`.
+        shape: the numbers of sequences and positions that this process embeds, set by `Transformer.prepare`.
 
     Raises:
         ValueError: if both `documents` and `cache` are given.
@@ -108,7 +108,7 @@ class SequenceInfo:
     def spans(self) -> list[tuple[int, int, int]] | None:
         """Return (sequence, start, end) for each run of equal document numbers.
 
-        Return None if a document number has several runs in a sequence.  This method reads `documents` on the host.
+        Return None if a document number has several runs in a sequence.  This method copies `documents` to the host.
         """
         return self.shared("spans", self._spans)
 
@@ -124,7 +124,7 @@ class SequenceInfo:
 
 
 class KeyValueCache:
-    """Stores all attention layers' keys and values for earlier positions, so that generation does not recompute them.
+    """Stores the keys and values of earlier positions for all attention layers.
 
     The allocated length doubles when the cache is full.  `Transformer.forward` advances `length` after the last block.
     """
@@ -157,7 +157,7 @@ class KeyValueCache:
 
 
 class Transformer(nn.Sequential):
-    """A transformer: a sequence of blocks with an embedding, layers and a head.
+    """A transformer as a sequence of blocks: an embedding, layers and a head.
 
     The class derives from `nn.Sequential`, so recomputation, ZeRO and pipelines treat its children as blocks.  A slice
     such as `model[:-1]` is a transformer without a head.
@@ -175,8 +175,7 @@ class Transformer(nn.Sequential):
 
         Returns:
             Logits (batch, positions, vocabulary).  With `targets`, the summed cross-entropy in nats as an fp32 scalar,
-            and the number of targets that are not ignored; the head computes logits for a few positions at a time
-            (`loss.head_loss`).  In training mode, the sum includes the router losses.
+            and the number of targets that are not ignored.  In training mode, the sum includes the router losses.
         """
         info = self.prepare(inputs, info or SequenceInfo())
         if targets is not None and self.training:
@@ -197,7 +196,7 @@ class Transformer(nn.Sequential):
         return hidden
 
     def prepare(self, inputs: Any, info: SequenceInfo) -> SequenceInfo:
-        """Return a copy of `info` for one forward pass with `inputs`: `shape` is set, and no values are shared yet.
+        """Return a copy of `info` for one forward pass, with `shape` set and without the values stored by `shared`.
 
         Subclasses may add information from the inputs, such as padding.
         """

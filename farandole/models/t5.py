@@ -73,7 +73,7 @@ def shift_right(labels: Tensor, start: int, padding: int = 0) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """Biases of the attention scores, which depend on the distance between positions.
+    """Attention score biases that depend on the distance between positions.
 
     Each small distance has its own bias.  Larger distances share one bias per logarithmic bucket.
     """
@@ -179,10 +179,7 @@ class CrossAttention(nn.Module):
 
 
 def _cross_mask(info: SequenceInfo, target: Tensor, source: Tensor) -> Tensor | None:
-    """Return a mask (batch, 1, target positions, source positions) of the pairs in the same document.
-
-    If only one side has document numbers, the numbers of the other side are 0.  If neither has them, return None.
-    """
+    """Return a mask (batch, 1, target positions, source positions) of pairs in the same document, or None."""
     there = info.source.documents if info.source is not None else None
     if there is None and info.documents is None:
         return None
@@ -269,7 +266,7 @@ class T5Head(nn.Module):
         self.scale = config.width**-0.5 if config.scaled else 1.0
 
     def forward(self, hidden: Hidden, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
-        """Return the logits for the target sequence, or the summed loss and number of targets if `targets` is given."""
+        """Return the target's logits, or the summed loss and the number of targets if `targets` is given."""
         if targets is not None:
             return self.vocabulary.loss(hidden[1], targets, self.weight, before=self._before)
         return self.vocabulary.logits(self._before(hidden[1]), self.weight)

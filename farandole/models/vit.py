@@ -1,7 +1,8 @@
 """ViT: an image classifier that applies a transformer to a sequence of image patches.
 
 Following Dosovitskiy et al., 2021, "An Image is Worth 16x16 Words", a convolution embeds the patches, a learned class
-token precedes the patches, positions are learned, and a linear layer classifies the normalized class token.
+token precedes the patches, position embeddings are learned, and a linear layer classifies the normalized class
+token.
 """
 
 from __future__ import annotations

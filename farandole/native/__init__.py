@@ -1,4 +1,4 @@
-"""The C core: collectives in shared memory among the processes of one host, and messages between all processes.
+"""The C core: shared-memory collectives within a host, and messages between all processes.
 
 The library is built with the package if a C compiler is available.  This module opens the library with ctypes, which
 releases the interpreter lock during every call.  If the library or a required system call is missing, `available`
@@ -106,7 +106,7 @@ class WeightType(IntEnum):
 
 
 class Call(ctypes.Structure):
-    """`struct frd_call`: the call that a rank has announced."""
+    """`struct frd_call`: the operation and arguments of a rank's call, for comparison between ranks."""
 
     _fields_ = [
         ("index", c_uint64),
@@ -230,7 +230,7 @@ def available() -> bool:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why the core cannot be used on this machine, or None if it is usable."""
+    """Return the reason why the C core is unusable on this machine, or None if it is usable."""
     if not sys.platform.startswith("linux"):
         return f"the C core requires Linux, but this platform is {sys.platform}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):

@@ -23,7 +23,7 @@ def agreed_errors(comm: Communicator) -> Iterator[None]:
     """Raise an error on all ranks if the block fails on any rank.
 
     All ranks must enter the context, and the block must not communicate.  If all ranks fail with the same error, each
-    rank raises its own exception.  Otherwise, the message names the first rank that failed.
+    rank raises its own exception.  Otherwise, the message names the lowest rank that failed.
     """
     own: Exception | None = None
     try:
@@ -43,10 +43,7 @@ def agreed_errors(comm: Communicator) -> Iterator[None]:
 
 
 def _description(error: Exception | None) -> tuple[str, str] | None:
-    """Return the type name and the message of `error`, or None if there is no error.
-
-    The type name is the first match in `_KINDS`, or else the name of the error's own type.
-    """
+    """Return the name of the error's type, or of its base type in `_KINDS` if any, and the message."""
     if error is None:
         return None
     kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)

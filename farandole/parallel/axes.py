@@ -1,7 +1,7 @@
 """This process's position on the device mesh, and the layouts that axes declare while they transform a model.
 
-An axis is one function `apply(model, position, plan, layouts)`.  It replaces parameters with this rank's shards, and
-adds collectives between the ranks of the axis to the model's computation.  It declares in `layouts` which boxes of each
+Each axis is implemented by a function `apply(model, position, plan, layouts)`.  The function replaces parameters with
+this rank's shards, and adds collectives over the axis to the model.  It declares in `layouts` which boxes of each
 tensor a rank stores and which copies have equal gradients.
 """
 
@@ -34,8 +34,8 @@ class AxisCommunicator:
     In a dry run, tensors have no values (`memory.dry_run`).  Collectives then transfer nothing, and append to
     `sent` the number of bytes that this rank would send.  In a ring, each rank sends (size - 1) / size of a tensor for
     a reduce-scatter or an all-gather, and twice as much for an all-reduce.  A point-to-point message in a ring is
-    recorded as a message between the first and the last rank: all ranks of the ring send at the same time, so the
-    slowest link determines the time.
+    recorded as a message between the first and the last rank, which have the slowest link: all ranks of the ring send
+    at the same time, so this link determines the time.
 
     Args:
         ranks: the ranks of the group, as numbered in the mesh.
@@ -57,21 +57,21 @@ class AxisCommunicator:
         return len(self.ranks)
 
     def connect(self, parent: AxisCommunicator, members: Sequence[int]) -> None:
-        """Create the process group of this communicator's ranks, whose indices in `parent` are `members`.
+        """Create this communicator's process group from the ranks with indices `members` in `parent`.
 
-        This is a collective call on these ranks.
+        All of these ranks must call this method.
         """
         if parent._comm is not None:
             self._comm = parent._comm.create_group(members)
 
     def abort(self, note: str = "") -> None:
-        """Leave the group immediately, so that ranks that wait for this rank raise `RankLeft` with `note`."""
+        """Leave the group immediately; ranks that wait for this rank raise `RankLeft` with `note`."""
         self._connected.abort(note)
 
     def reconnect(self, parent: Communicator) -> None:
-        """Replace the group with a new group of the same ranks of `parent`.
+        """Leave the group, and create a group of the same ranks from `parent`.
 
-        This is a collective call on these ranks.
+        All of these ranks must call this method.
         """
         self.abort()
         self._comm = parent.create_group(self.ranks)
@@ -80,7 +80,7 @@ class AxisCommunicator:
     def overlaps(self) -> bool:
         """Return whether transfers overlap with computation.
 
-        Transfers through shared memory do not overlap, because the ranks' cores copy the data.
+        Transfers through shared memory do not overlap, because the ranks' CPU cores copy the data.
         """
         return self._comm is not None and not self._comm.shares_memory()
 
@@ -103,7 +103,7 @@ class AxisCommunicator:
             self._connected.all_gather(output, input)
 
     def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor]) -> None:
-        """Reduce tensors and keep this rank's part; see `Communicator.reduce_scatter`."""
+        """Reduce tensors and scatter the result; see `Communicator.reduce_scatter`."""
         if not self._is_dry(self.size - 1, output):
             self._connected.reduce_scatter(output, input)
 
@@ -149,10 +149,7 @@ class AxisCommunicator:
         return self._comm
 
     def _is_dry(self, times: float, tensor: Tensor, among: Sequence[int] = ()) -> bool:
-        """Return whether a tensor has no values; if so, record that this rank sends `times` times the tensor's size.
-
-        `among` contains the indices of the ranks that communicate; by default, all ranks communicate.
-        """
+        """Return whether `tensor` has no values; if so, record the transfer of `times` times its size."""
         if not isinstance(tensor, FakeTensor):
             return False
         if self._sent is not None:
@@ -184,7 +181,7 @@ class Position:
         return self.mesh.coordinate(self.cell, axis)
 
     def along(self, axis: str) -> tuple[Cell, ...]:
-        """Return the cells that differ from this cell only on `axis`."""
+        """Return this cell and the cells that differ from it only on `axis`."""
         return self.mesh.peers(self.cell, axis)
 
     def comm(self, *axes: str) -> AxisCommunicator | None:
@@ -207,9 +204,9 @@ class Position:
         return self._axes[axes]
 
     def part_of(self, axis: str, coordinates: Sequence[int]) -> AxisCommunicator | None:
-        """Return the communicator of the ranks at `coordinates` on an axis; this rank must be one of them.
+        """Return the communicator of the ranks at `coordinates` on an axis.
 
-        The communicator can be used after `connect`.
+        `coordinates` must include this rank's coordinate.  The communicator can be used after `connect`.
         """
         comm, key = self.comm(axis), (axis, tuple(coordinates))
         if comm is None or len(coordinates) == 1:
@@ -224,9 +221,9 @@ class Position:
         return list(self._parts.values())
 
     def connect(self) -> None:
-        """Create the groups of all communicators that `part_of` returned.  This is a collective call.
+        """Create the groups of all communicators from `part_of`.  This is a collective call.
 
-        The groups are created after all axes have been applied, so that an axis can raise an error on one rank alone.
+        Call this method after all axes have been applied, so that an error on a single rank does not block other ranks.
         """
         for (axis, coordinates), part in self._parts.items():
             comm = self.comm(axis)
@@ -240,9 +237,10 @@ def hosts_of(comm: Communicator) -> list[object]:
 
 
 class Layouts(dict[str, Layout]):
-    """The layouts of a model's parameters by name; initially, every rank has a complete copy of every parameter.
+    """The layouts of a model's parameters, keyed by name.
 
-    Tied parameters have one layout, under their first name.
+    Initially, every rank has a complete copy of every parameter.  Tied parameters have one layout, under their first
+    name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -254,7 +252,7 @@ class Layouts(dict[str, Layout]):
         return self[self._names[id(parameter)]]
 
     def equal_gradients(self, parameter: nn.Parameter, axis: str) -> None:
-        """Declare that the copies of `parameter` on `axis` have equal gradients, which are not summed."""
+        """Declare that the copies of `parameter` on `axis` have equal gradients, which must not be summed."""
         layout = self.of(parameter)
         self[layout.name] = replace(layout, same=layout.same | {axis})
 
@@ -274,18 +272,16 @@ class Layouts(dict[str, Layout]):
 
 
 def _set_data(parameter: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's values with a tensor of another shape.
-
-    While the graph of an earlier forward pass is alive, autograd reuses the parameter's gradient accumulator, which
-    expects gradients of the old shape.  A change of the dtype makes autograd create a new accumulator.
-    """
+    """Replace a parameter's values with a tensor of another shape."""
+    # While the graph of an earlier forward pass is alive, autograd reuses the parameter's gradient accumulator, which
+    # expects gradients of the old shape.  A change of the dtype makes autograd create a new accumulator.
     other = torch.float16 if parameter.dtype == torch.float32 else torch.float32
     parameter.data = value.new_empty(0, dtype=other)
     parameter.data = value
 
 
 def own_part(value: Tensor, layout: Layout, mesh: Mesh, cell: Cell) -> Tensor:
-    """Return a copy of this cell's part of `value`, which is the complete tensor."""
+    """Return the cell's shard of the complete tensor `value`."""
     for axis, shard in layout.shards:
         boxes = replace(layout, shards=((axis, shard),)).boxes(mesh, cell)
         ends = [box[shard.dim] for box in boxes]

@@ -1,21 +1,25 @@
-"""Buckets: the gradients of several parameters in one flat buffer, which ranks reduce with one collective.
+"""Gradient buckets: each bucket is a flat buffer with the gradients of several parameters.
+
+Ranks reduce a bucket with one collective:
 
     bucket.accumulate(index, gradient)    # for each parameter, in a backward pass
     bucket.reduce_async()                 # when all gradients are complete
     bucket.wait()
-    bucket.reduced                        # this rank's part of the result
+    bucket.reduced                        # the result on this rank
 
-`zero` determines which part of the result a rank keeps, and where the unsharded buffer is:
+The ZeRO stage (`zero`) determines the result on a rank, the unsharded buffer and the collective:
 
-    0     the full result, in the buffer                               all-reduce
-    1     the rank's shard of the result, in its part of the buffer    reduce-scatter
-    2, 3  the rank's shard of the result, in separate memory; the      reduce-scatter, in each backward pass
-          buffer belongs to a pool or is autograd's gradient
+    zero  result on a rank         unsharded buffer                       collective
+    0     the full result          persistent, contains the result        all-reduce
+    1     a shard                  persistent, contains the shard         reduce-scatter
+    2, 3  a shard, in separate     from a pool, or autograd's gradient    reduce-scatter, in each backward pass
+          memory
 
-With hybrid sharding, the shards are then all-reduced over the ranks with the same shard.
+With hybrid sharding, each shard is then all-reduced over the ranks that have the same shard.
 
-An offloaded shard is written after its reduction, and read by the next backward pass and by the update.  In between,
-its norms stay in memory, and changes such as gradient clipping are applied when the shard is read.
+With offloading, a shard is written to the offload store after the reduction.  The next backward pass and the optimizer
+read the shard.  The norms of its gradients stay in memory.  Changes such as gradient clipping are applied when the
+shard is read.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ Change = Callable[[Tensor], object]
 
 
 class Bucket:
-    """The gradients of the parameters of `plan`, reduced in the dtype of the master weights.
+    """Stores and reduces the gradients of the parameters in `plan`, in the dtype of the master weights.
 
     Args:
         number: the index of this rank's shard.
@@ -48,8 +52,8 @@ class Bucket:
         replicas: the ranks with the same shard; None if no other rank has it.
         pool: the pool of unsharded buffers (`zero` 2 and 3); None for a persistent buffer.
         place: the index of the bucket in the pool.
-        compression: the compression of the all-reduce between hosts.
-        offload: the store of the shard (`zero` 2 and 3), if the shard is not in memory.
+        compression: the compression for the all-reduce between hosts.
+        offload: the offload store for the shard (`zero` 2 and 3); None to keep the shard in memory.
     """
 
     def __init__(
@@ -117,19 +121,19 @@ class Bucket:
     # ---- the path of a gradient ----
 
     def in_the_way(self) -> list[Bucket]:
-        """Return the buckets whose reductions must end before `accumulate` or `reduce_async` can allocate memory."""
+        """Return the buckets whose reductions must finish before this bucket can allocate memory."""
         if self._pool is None or self._buffer is not None:
             return []
         return self._pool.in_the_way(self._place)
 
     def first_to_launch(self) -> Bucket | None:
-        """Return the bucket whose reduction must start before `accumulate` allocates memory, or None."""
+        """Return the bucket whose reduction must start before this bucket can allocate memory, or None."""
         if self._pool is None or self._buffer is not None:
             return None
         return self._pool.first_to_launch()
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add `gradient`, which autograd has accumulated for parameter `index`, to the bucket."""
+        """Add the `gradient` of parameter `index` to the bucket."""
         parameter = self.parameters[index]
         if self._use_zero_copy(gradient):
             parameter.grad = None
@@ -148,27 +152,27 @@ class Bucket:
         self.received[index] = True
 
     def discard(self, index: int) -> None:
-        """Discard the gradients of parameter `index` that have not been reduced."""
+        """Discard the unreduced gradient of parameter `index`."""
         if self.in_flight:
             self.wait()
         self.received[index] = self._is_shown[index] = False
         self._arrived.discard(index)
 
     def discard_cleared(self) -> None:
-        """Discard the gradients that the program has cleared through `.grad` since they were accumulated."""
+        """Discard the gradients of parameters whose `.grad` has been cleared."""
         for index, parameter in enumerate(self.parameters):
             if self._is_shown[index] and parameter.grad is None:
                 self.discard(index)
 
     @property
     def holds_gradients(self) -> bool:
-        """Return whether gradients of this step have arrived."""
+        """Return whether the bucket holds gradients of this step."""
         return self._has_result or any(self.received)
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
-        """Return whether `gradient` is the `.grad` that this bucket provides for parameter `index`.
+        """Return whether `gradient` is this bucket's view for parameter `index`.
 
-        Autograd then accumulates directly in the bucket's buffer.
+        If so, autograd accumulates directly in the bucket's buffer.
         """
         return self.is_in_place and self.received[index] and gradient is self._shown[index]
 
@@ -183,7 +187,7 @@ class Bucket:
         return index in self._arrived
 
     def reduce_async(self) -> None:
-        """Start the reduction.  The gradients and the result must not be used before `wait` returns."""
+        """Start the reduction.  Do not use the gradients or the result before `wait` returns."""
         whole = self._acquire()
         for view, received in zip(self._views, self.received, strict=True):
             if not received:
@@ -206,12 +210,12 @@ class Bucket:
 
     @property
     def held_nbytes(self) -> int:
-        """Return the size in bytes of the unsharded gradient that this bucket currently holds."""
+        """Return the current size of the unsharded buffer in bytes; 0 if the buffer is not allocated."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     @property
     def whole_nbytes(self) -> int:
-        """Return the size of the complete unsharded gradient in bytes."""
+        """Return the size of the unsharded buffer in bytes, even if the buffer is not allocated."""
         return self._layout.length * self._dtype.itemsize
 
     @property
@@ -225,7 +229,7 @@ class Bucket:
         return self.shards is not None and self._replicas is not None
 
     def advance(self) -> None:
-        """Start the reduction over replicas, if it is due."""
+        """Start the reduction over replicas, if one is pending."""
         if not self._replicas_next or not self.in_flight:
             return
         self._wait_for_work()
@@ -237,7 +241,7 @@ class Bucket:
         )
 
     def wait(self) -> None:
-        """Wait until the result is in `reduced`, and release the pool's buffer."""
+        """Wait for the reduction to finish, and release the buffer if it comes from a pool."""
         self.advance()
         self._wait_for_work()
         self.in_flight = False
@@ -252,12 +256,10 @@ class Bucket:
 
     @property
     def reduced(self) -> Tensor:
-        """Return this rank's part of the result as a flat tensor in memory.
+        """Return this rank's result (the full result or a shard) as a flat tensor in memory.
 
-        The values are undefined before the first reduction of a step.
-
-        The first use allocates the memory, and `clear` or offloading releases it.  Before the first use in a step, most
-        activations can use this memory.  Before the first step, master weights that are being offloaded can use it.
+        The values are undefined before the first reduction of a step.  With `zero` 2 and 3, the first use
+        allocates the memory, and `clear` or offloading releases it.
         """
         if self._reduced is None:
             with memory_tag("gradients", self.parameters):
@@ -283,7 +285,7 @@ class Bucket:
 
     @property
     def is_offloaded(self) -> bool:
-        """Return whether the result is offloaded after its reduction."""
+        """Return whether the result is offloaded after each reduction."""
         return self._stored is not None
 
     def prefetch(self) -> None:
@@ -296,7 +298,7 @@ class Bucket:
     def in_memory(self, device: torch.device | None = None) -> Iterator[Tensor]:
         """Return a context manager that yields the result in memory.
 
-        An offloaded result is read into memory on `device`, by default the bucket's device.
+        An offloaded result is loaded onto `device` (default: the bucket's device).
         """
         if self._in_record:
             yield self._read(device or self._device)
@@ -304,9 +306,10 @@ class Bucket:
             yield self.reduced
 
     def change(self, change: Change, factor: float | None = None) -> None:
-        """Apply `change` to the result: now, or at the next read if the result is offloaded.
+        """Apply `change` to the result now or, if the result is offloaded, at the next read.
 
-        `factor` is the factor by which the norms of the result change, if known.
+        Args:
+            factor: the factor by which `change` multiplies the norms of the result; None if unknown.
         """
         if not self._in_record:
             change(self.reduced)
@@ -320,16 +323,15 @@ class Bucket:
 
     @property
     def norms(self) -> dict[int, Tensor] | None:
-        """Return the Euclidean norm of each parameter's part of the result, by parameter index.
+        """Return a dict that maps parameter indices to the Euclidean norms of their gradients on this rank.
 
-        Return None if the result is not offloaded or the norms are not known.
+        Return None if the result is not offloaded or the norms are unknown.
         """
         if not self._in_record or self._factor is None:
             return None
         return {index: norm * self._factor for index, norm in self._norms.items()}
 
     def _offload(self) -> None:
-        """Write the result to the offload store, if there is one, and keep the norms of its parts in memory."""
         if self._stored is None:
             return
         self._norms = {
@@ -353,20 +355,21 @@ class Bucket:
     # ---- steps and passes ----
 
     def begin_pass(self) -> None:
-        """Begin a backward pass."""
+        """Prepare the bucket for a backward pass."""
         self._arrived.clear()
         self.ready, self.was_reduced = not self._expected, False
 
     def expect(self, used: Sequence[bool]) -> None:
-        """Expect gradients only for the parameters that had a gradient in this step (`used`) or in an earlier step.
+        """Expect gradients only for parameters that had a gradient in this step or an earlier step.
 
-        A bucket with an unused parameter can then be complete before the end of the pass.
+        Args:
+            used: for each parameter, whether it had a gradient in this step.
         """
         self._used.update(index for index, has_gradient in enumerate(used) if has_gradient)
         self._expected = set(self._used)
 
     def clear(self) -> None:
-        """Discard the gradients, because the next gradients belong to a new step."""
+        """Discard all gradients, to begin a new step."""
         self._wait_for_work()  # left by a failed backward pass
         self._has_result = self.in_flight = False
         if self._pool is not None:
@@ -405,12 +408,12 @@ class Bucket:
         self._is_shown = [False] * len(self.parameters)
 
     def gradient_view(self, index: int) -> Tensor:
-        """Return a parameter's gradient in the persistent buffer, for use as its `.grad`."""
+        """Return the view of the persistent buffer to use as the `.grad` of parameter `index`."""
         self._reduced = self._acquire()
         return self._gradient_view(index)
 
     def own_gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the unsharded buffer, and this rank's gradients in the buffer, by parameter index.
+        """Return the unsharded buffer, and a dict that maps parameter indices to this rank's gradients in the buffer.
 
         Call this method before the reduction.  The buffer's other elements are undefined.
         """
@@ -420,20 +423,14 @@ class Bucket:
     # ---- memory ----
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Return the tensor for a parameter's `.grad`: a separate view of the gradient in the buffer.
-
-        `Module.to` replaces the memory of `.grad`.  This must not affect `_views`.
-        """
+        # a separate view: `Module.to` replaces the memory of `.grad`, which must not affect `_views`
         view, shown = self._views[index], self._shown[index]
         if shown.data_ptr() != view.data_ptr() or shown.dtype != view.dtype:
             shown = self._shown[index] = view.detach()
         return shown
 
     def _use_zero_copy(self, gradient: Tensor) -> bool:
-        """Use the memory that autograd allocated for `gradient` as the buffer if possible; return whether it is used.
-
-        This requires a zero-copy pool and a contiguous gradient.
-        """
+        """Use the memory of `gradient` as the buffer if possible; return whether it is used."""
         if self._pool is None or not self._pool.zero_copy or self._buffer is not None:
             return False
         if gradient.layout != torch.strided or not gradient.is_contiguous():

@@ -1,7 +1,7 @@
-"""Average the buffers of a model, such as BatchNorm statistics, over its replicas.
+"""Average the buffers of a model, such as BatchNorm statistics, over their replicas.
 
-Each rank updates buffers with its own samples.  The `Layout` of a buffer determines its replicas: the ranks that store
-the same elements.
+Each rank updates buffers with its own samples.  The replicas of a buffer are the ranks that store the same
+elements, according to its `Layout`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from farandole.parallel.zero.sharding import ranks_of
 
 
 def with_buffers(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return `layouts`, with a replicated layout added for each buffer of `model` that `layouts` does not contain.
-
-    If the model is divided into stages, `layouts` already contains all buffers, so the result is equal on all ranks.
-    """
+    """Return `layouts` plus a replicated layout for each buffer of `model` without a layout."""
     buffers = {name: Layout(name, tuple(buffer.shape)) for name, buffer in model.named_buffers()}
     return {**layouts, **{name: layout for name, layout in buffers.items() if name not in layouts}}
 
@@ -31,7 +28,7 @@ class ReplicatedBuffers:
     Buffers that a step creates, and buffers whose shape has changed on any replica, are not averaged.
 
     Args:
-        layouts: the layouts of all tensors in the mesh.
+        layouts: the layouts of all parameters and buffers, by name.
         groups: the groups of ranks that store the same elements.
 
     Raises:
@@ -50,7 +47,7 @@ class ReplicatedBuffers:
 
     @property
     def changed(self) -> bool:
-        """Return whether this rank has changed a buffer since the last average."""
+        """Return whether this rank has changed a buffer since the last call of `average`."""
         return self._versions() != self._known
 
     def has_layout(self, name: str, buffer: Tensor) -> bool:
@@ -58,14 +55,15 @@ class ReplicatedBuffers:
         return buffer.shape == self._shapes.get(name)
 
     def accept(self, buffers: Iterable[Tensor]) -> None:
-        """Mark the current values of `buffers` as averaged, because all replicas have made the same changes."""
+        """Mark the current values of `buffers` as averaged; all replicas must have made the same changes."""
         accepted = {id(buffer): buffer._version for buffer in buffers}
         self._known = [(key, accepted.get(key, version)) for key, version in self._known]
 
     def average(self) -> None:
-        """Average all buffers of each module in which a buffer was changed on any replica.  This is a collective call.
+        """Average all buffers of each module in which any replica has changed a buffer.
 
-        Other buffers are not averaged, because the mean of equal values can differ in the last bit.
+        This is a collective call.  Other buffers are not averaged, because the mean of equal values can differ from
+        these values in the last bit.
         """
         known = dict(self._known)
         changed = {

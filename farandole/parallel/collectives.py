@@ -1,4 +1,4 @@
-"""Differentiable collectives at the boundaries of regions that the ranks of an axis compute together.
+"""Differentiable collectives over the ranks of an axis, for sharded layers.
 
     forward pass        backward pass       function
     identity            all-reduce          copy_to_all
@@ -15,9 +15,9 @@ between shards and a tensor whose values and gradient are equal on all ranks.
 `linear_of_copies` is a linear layer after `copy_to_all`; its weight gradient is computed during the all-reduce.
 
 All functions shard dimension 0 as `layout.chunk` does, so the length of this dimension need not be a multiple of the
-number of ranks.  If `comm` is None, there is one rank, and the functions return their input.
+number of ranks.  If `comm` is None, there is one rank, and the functions do not communicate.
 
-A collective on gradients is not differentiable: a backward pass with `create_graph=True` raises an error.
+A collective in a backward pass is not differentiable: it raises an error with `create_graph=True`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sum_of_all(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 def gather_and_reduce(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
     """Concatenate the shards of all ranks into a tensor with `rows` rows.
 
-    The gradient is this rank's shard of the sum of all ranks' gradients.
+    The gradient of `shard` is this rank's shard of the sum of all ranks' gradients.
     """
     return shard if comm is None else _GatherAndReduce.apply(shard, rows, comm)
 
@@ -75,7 +75,10 @@ def reduce_and_gather(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def gather_same(shard: Tensor, rows: int, comm: AxisCommunicator | None) -> Tensor:
-    """Concatenate all ranks' shards into a tensor with `rows` rows, for an identical computation on all ranks."""
+    """Concatenate the shards of all ranks into a tensor with `rows` rows.
+
+    The gradient of this tensor must be equal on all ranks.
+    """
     return shard if comm is None else _GatherSame.apply(shard, rows, comm)
 
 
@@ -85,7 +88,7 @@ def slice_of_same(x: Tensor, comm: AxisCommunicator | None) -> Tensor:
 
 
 def own_rows(rows: int, comm: AxisCommunicator) -> slice:
-    """Return the slice of rows in this rank's shard."""
+    """Return this rank's slice of `rows` rows."""
     return slice(*chunk(rows, comm.size, comm.rank))
 
 

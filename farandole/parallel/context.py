@@ -1,23 +1,25 @@
-"""Context parallelism: each rank of an axis has a part of each sequence, and attends to the keys of all ranks.
+"""Context parallelism: each rank of an axis has some positions of each sequence; queries attend to all ranks' keys.
 
 All layers except attention process each position separately.  For attention, the ranks form a grid, ring x heads:
 
-- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): before attention, an all-to-all exchanges some positions of all
-  heads for all positions of some heads.  After attention, a second all-to-all reverses the exchange.
-- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values circulate.  Each rank
-  computes attention between its queries and the keys that it currently holds, and adds the result to its output.  The
-  next keys arrive during the computation.
+- *Heads* (Jacobs et al., 2023, "DeepSpeed Ulysses"): before attention, an all-to-all gives each rank all positions of
+  some heads, instead of some positions of all heads.  After attention, a second all-to-all reverses the exchange.
+- *Ring* (Liu et al., 2023, "Ring Attention with Blockwise Transformers"): keys and values travel around the ring.
+  Each rank computes attention between its queries and the keys that it currently holds, and adds the result to its
+  output.  The next keys arrive during the computation.
 
-The number of heads limits the first method, so a ring divides the work further.  With causal attention, late positions
-need more work.  Therefore the sequence is cut into 2 R parts for a ring of R ranks, and rank r has the parts r and
-2 R - 1 - r, so that all ranks have the same amount of work.  Blocks of keys that no query attends to are skipped.
+The number of heads limits the number of ranks in the first method, so a ring divides the work further.  With causal
+attention, late positions need more work.  Therefore a ring of R ranks cuts the sequence into 2 R parts, and rank r has
+parts r and 2 R - 1 - r.  All ranks then have the same amount of work.  Blocks of keys that no query attends to are
+skipped.
 
 A partial result is the attention output over some keys, together with the logarithm of the softmax denominator.  Two
 partial results are combined as follows:
 
     l = log(e^l1 + e^l2)        o = o1 e^(l1 - l) + o2 e^(l2 - l)
 
-In the backward pass, the gradients of keys and values circulate with the keys and values, and return to their rank.
+In the backward pass, the gradients of keys and values travel around the ring with the keys and values, and end on the
+rank to which the keys and values belong.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
     """Split the sequences of a decoder-only `Transformer` over the ranks of the context axis.
 
     Raises:
-        PlanError: if the model's attention is not supported, or `plan.ring` is too small for the number of heads.
+        PlanError: if the model's attention is not supported, or `plan.ring` does not fit the number of heads.
     """
     ranks = position.size(AXIS)
     if ranks == 1:
@@ -102,10 +104,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _shared_heads(module: SelfAttention | LatentAttention, position: Position, layouts: Layouts) -> list[int]:
-    """Return, for each rank of the tensor axis, the number of heads that can be split over the context axis.
-
-    These are the key-value heads or, with latent attention, all heads.
-    """
+    """Return, for each tensor-parallel rank, the number of heads that can be split over the context axis."""
+    # the key-value heads or, with latent attention, all heads
     width = module.value_width if isinstance(module, LatentAttention) else module.head_width * module.group
     layout = layouts.of(module.out.get_parameter("weight"))
     return [
@@ -116,7 +116,7 @@ def _shared_heads(module: SelfAttention | LatentAttention, position: Position, l
 
 @dataclass(frozen=True)
 class Grid:
-    """The `ring` x `heads` grid of the ranks that share sequences.
+    """The `ring` x `heads` grid of the ranks over which sequences are split.
 
     Args:
         place: this rank's row and column.
@@ -149,13 +149,13 @@ class Grid:
         )
 
     def ring_index(self, length: int, row: int) -> Tensor:
-        """Return the indices of the positions that row `row` of the grid holds, in a sequence of `length` positions."""
+        """Return the positions that row `row` of the grid holds, in a sequence of `length` positions."""
         parts = [chunk(length, 2 * self.ring, part) for part in (row, 2 * self.ring - 1 - row)]
         with unset_fake_temporarily():  # positions have values in dry runs too
             return torch.cat([torch.arange(start, end) for start, end in parts])
 
     def index(self, length: int, rank: int) -> Tensor:
-        """Return the indices of the positions that rank `rank` holds, in a sequence of `length` positions."""
+        """Return the positions that rank `rank` holds, in a sequence of `length` positions."""
         row, column = divmod(rank, self.heads)
         places = self.ring_index(length, row)
         with unset_fake_temporarily():
@@ -163,10 +163,7 @@ class Grid:
 
 
 class _ShareSequences:
-    """Wraps a model so that each rank computes only its own positions of the sequences.
-
-    The wrapped model returns the loss or the logits of all positions.
-    """
+    """Wraps the model: splits the positions over the ranks, and returns the loss or the logits of all positions."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -239,22 +236,17 @@ def _arguments(
 def _sum_of_all(
     total: Tensor, count: Tensor | float, comm: AxisCommunicator
 ) -> tuple[Tensor, Tensor | float]:
-    """Sum `total`, which is a sum of losses, and `count` over all ranks; return both sums.
-
-    All ranks get equal results, which cover the complete sequences.
-
-    The gradient of `total` is multiplied by the number of ranks.  The engine averages gradients over the ranks, so the
-    result is the gradient of the complete sum.
-    """
+    """Return the sums of `total` (a sum of losses) and `count` over all ranks."""
     both = torch.stack((total.detach().double().cpu(), torch.as_tensor(count).double().cpu()))
     comm.all_reduce(both)
     if isinstance(both, FakeTensor):
         return total, count
+    # the engine averages gradients over the ranks, so the gradient is multiplied by their number
     return _Total.apply(total, both[0], comm.size), float(both[1])
 
 
 class _Total(torch.autograd.Function):
-    """Replaces the value of this rank's sum with the sum over `ranks` ranks, and multiplies the gradient by `ranks`."""
+    """Returns `total`; in the backward pass, multiplies the gradient by `ranks` and passes it to `own`."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, total: Tensor, ranks: int) -> Tensor:
@@ -267,11 +259,7 @@ class _Total(torch.autograd.Function):
 
 
 class _GatherPositions(torch.autograd.Function):
-    """Concatenates the positions of all ranks.  The backward pass sums the gradients over the ranks.
-
-    All ranks compute the same loss, so this sum has one equal term per rank.  The engine averages gradients over the
-    context axis, which reduces the sum to a single gradient.
-    """
+    """Concatenates the outputs of all ranks.  The backward pass sums the gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
@@ -285,6 +273,7 @@ class _GatherPositions(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         parts = [part.contiguous() for part in grad_outputs[0].split(ctx.lengths, 1)]
         own = torch.empty_like(parts[ctx.comm.rank])
+        # a sum of equal terms, because all ranks compute the same loss; the engine averages over the context axis
         ctx.comm.reduce_scatter(own, parts)
         return own, None, None
 
@@ -293,7 +282,7 @@ class _GatherPositions(torch.autograd.Function):
 
 
 class ContextAttention:
-    """Attention of this rank's positions to all positions of sequences with `length` positions."""
+    """Computes attention between this rank's queries and all keys, in sequences of `length` positions."""
 
     def __init__(self, grid: Grid, length: int, documents: Tensor | None) -> None:
         self._grid, self._length, self._documents = grid, length, documents
@@ -325,7 +314,7 @@ class ContextAttention:
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Turns (batch, heads, own positions, width) into (batch, own heads, positions of all ranks, width)."""
+    """Exchanges this rank's positions of all heads for all positions of this rank's heads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor:
@@ -369,7 +358,10 @@ def _join_heads(x: Tensor, lengths: list[int], comm: AxisCommunicator) -> Tensor
 
 @dataclass(frozen=True)
 class Visibility:
-    """The keys that each query attends to; `indices[r]` are the positions that rank r of the ring holds, in order."""
+    """Determines the keys that each query attends to.
+
+    `indices[r]` are the positions that rank r of the ring holds, in order.
+    """
 
     indices: Sequence[Tensor]
     documents: Tensor | None
@@ -377,7 +369,7 @@ class Visibility:
     window: int | None
 
     def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yield (slice of the queries, slice of the keys, mask) for slices in which a query attends to a key.
+        """Yield (query slice, key slice, mask) for each block in which a query attends to a key.
 
         `queries` and `keys` are the ring ranks that hold the queries and the keys.
         """
@@ -401,10 +393,7 @@ class Visibility:
                 yield own, there, mask
 
     def _mask(self, at: Tensor, to: Tensor) -> Tensor | None:
-        """Return the mask of queries at positions `at` and keys at positions `to`; None if nothing is masked.
-
-        The shape is (1 or batch, 1, 1, queries, keys).
-        """
+        """Return the mask (1 or batch, 1, 1, queries, keys); None if nothing is masked."""
         distance, mask = at[:, None] - to, None
         if self.causal and at[0] < to[-1]:
             mask = distance >= 0
@@ -425,7 +414,7 @@ def _runs(index: Tensor) -> Iterator[slice]:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to the keys of all ranks of `comm`; `row` is this rank's index in `comm`."""
+    """Attention of this rank's queries to the keys of all ranks; `row` is this rank's index in `comm`."""
 
     @staticmethod
     def forward(
@@ -496,10 +485,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _circulate(
     own: Sequence[Tensor], visibility: Visibility, comm: AxisCommunicator | None, row: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield (rank, its keys and values) for each rank of the ring, in descending order from this rank.
-
-    While the caller uses one rank's keys and values, the next ones arrive.
-    """
+    """Yield (rank, its keys and values) for each rank of the ring, while receiving the next keys and values."""
     held = [each.detach().contiguous() for each in own]
     if comm is None:
         yield row, held
@@ -522,10 +508,7 @@ def _circulate(
 def _pass_on(
     gradients: list[Tensor], visibility: Visibility, comm: AxisCommunicator, there: int
 ) -> list[Tensor]:
-    """Send the gradients of the keys and values of rank `there` to the next rank.
-
-    Return the gradients that the previous rank sends.
-    """
+    """Send the `gradients` of rank `there` to the next rank; return the gradients received from the previous rank."""
     length = len(visibility.indices[(there - 1) % comm.size])
     arriving = [each.new_empty((*each.shape[:2], length, each.shape[3])) for each in gradients]
     works = [comm.isend(each, (comm.rank + 1) % comm.size, 2 + tag) for tag, each in enumerate(gradients)]
@@ -538,7 +521,7 @@ def _pass_on(
 def _query_parts(
     query: Tensor, own: slice, others: slice, mask: Tensor | None
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield (slice, mask) for slices of the queries whose scores need at most `SCORES_BYTES`."""
+    """Split the queries so that their scores need at most `SCORES_BYTES`; yield (slice, mask)."""
     keys = others.stop - others.start
     rows = max(1, SCORES_BYTES // (4 * query.shape[0] * query.shape[1] * keys))
     for each in chunks(own.stop - own.start, rows, query):
@@ -571,7 +554,7 @@ def _add_partial(
     seen: Tensor | None,
     scale: float,
 ) -> None:
-    """Combine the partial result in `output` and `logs` with the attention of queries `part` to `keys`, in place."""
+    """Merge the attention between queries `part` and `keys` into the partial result (`output`, `logs`)."""
     heads, queries = query.shape[1], part.stop - part.start
     scores = _scores(query[:, :, part], keys, seen, scale)
     log = scores.logsumexp(-1, keepdim=True)
@@ -599,12 +582,9 @@ def _add_gradients(
     seen: Tensor | None,
     scale: float,
 ) -> None:
-    """Add the gradients of the attention of queries `part` to keys `others`, in place.
-
-    With p = exp(score - log), the output o and the gradient g of o, the gradients are:
-
-        dv = p^T g        ds = p (g v^T - sum(g o))        dq = ds k        dk = ds^T q
-    """
+    """Add the gradients of queries `part` to `to_query`, and the gradients of keys `others` to `gradients`."""
+    # with p = exp(score - log), the output o and the gradient g of o:
+    #     dv = p^T g        ds = p (g v^T - sum(g o))        dq = ds k        dk = ds^T q
     kv_heads, kind = keys.shape[1], query.dtype
     k, v = keys[:, :, others], values[:, :, others]
     q, g, log, d = (_grouped(each[:, :, part], kv_heads) for each in (query, outer, logs, delta))

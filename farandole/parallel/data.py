@@ -1,16 +1,15 @@
-"""Data parallelism: gradients in buckets, reduced over the ranks during the backward pass.
+"""Data parallelism: reduce gradients in buckets over the ranks, during the backward pass.
 
-A bucket is reduced as soon as all its gradients are complete, during the backward pass (Li et al., 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training").  Ranks that reduce the same buckets use the same
-order: in the first step, from the last parameter to the first; in later steps, the order in which buckets were
-completed in the first step.  If weights are gathered, reductions and gathers share one order
-(`zero.call_order`).
+A bucket is reduced as soon as all its gradients are complete (Li et al., 2020, "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training").  All ranks that reduce a bucket use the same order of buckets.  The first step
+uses the reverse order of the parameters.  Later steps use the order in which buckets were completed in the first
+step.  If weights are gathered, reductions and gathers share one order (`zero.call_order`).
 
 With `zero` 2 and 3, a rank holds few unsharded gradients at a time (`zero.buffer_pool`).  If the next bucket in the
 order is incomplete and too many later buckets wait for it, the rank reduces the incomplete bucket without the missing
 gradients.  The order stays the same on all ranks.  At the end of the pass, ranks agree on the buckets that received
-gradients after their reduction, and reduce these buckets again; results are sums, so a late gradient is added.  After
-the first step, a bucket does not wait for parameters that have never had a gradient on any rank.
+gradients after their reduction, and reduce these buckets again.  The second result is added to the first.  After the
+first step, a bucket does not wait for parameters that have never had a gradient on any rank.
 
 The path of a gradient:
 
@@ -51,13 +50,13 @@ class StepEvents(Protocol):
     """Receives the events of a step."""
 
     def begin_step(self) -> None:
-        """Handle the clearing of the previous step's gradients."""
+        """Handle the start of a step, after the previous gradients have been cleared."""
 
     def begin_pass(self) -> None:
         """Handle the start of a backward pass.  An exception raised here stops the pass."""
 
     def before_reduction(self, number: int) -> None:
-        """Handle the completion of all gradients in bucket `number` on this rank."""
+        """Process bucket `number` immediately before its reduction."""
 
     def end_step(self) -> None:
         """Handle the end of a step, after the gradients have been averaged."""
@@ -65,10 +64,7 @@ class StepEvents(Protocol):
 
 @dataclass
 class _Queue:
-    """The buckets of one group of ranks, in reduction order.
-
-    `current[:next]` have already been reduced in this pass.
-    """
+    """The buckets of one group of ranks, in reduction order; `current[:next]` were reduced in this pass."""
 
     ranks: tuple[int, ...]
     order: list[int] = field(default_factory=list)
@@ -82,16 +78,16 @@ class GradientReducer:
 
     Args:
         buckets: the buckets, in the order in which a backward pass is expected to complete them.
-        shards: the tensors that the optimizer updates, for each bucket.
+        shards: for each bucket, the tensors that the optimizer updates.
         buffers: the buffers of the model.
         comm: the communicator of all ranks.
-        norms: the norms of averaged gradients, which are invalidated when gradients change.
-        every_pass: whether gradients are reduced after each backward pass of the model, because unsharded gradients are
-            not kept.  False with a pipeline, which reduces the gradients after each pass of a stage, within
-            `completing`.
-        by_stage: whether a pipeline runs the backward passes.  Gradients are then reduced only within `completing`.
+        norms: the cached norms of averaged gradients.
+        every_pass: whether every backward pass reduces gradients, because unsharded gradients are not kept.  False with
+            a pipeline.
+        by_stage: whether a pipeline runs the backward passes, so that gradients are reduced only within `completing`
+            and at the end of the step.
         gatherer: the object that gathers weights, if they are sharded.
-        loss_parameters: the parameters that are hidden until a backward pass begins.
+        loss_parameters: the parameters that are hidden from the loss until a backward pass begins.
     """
 
     def __init__(
@@ -159,9 +155,9 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self, *, marks: bool = False) -> Iterator[None]:
-        """Accumulate gradients without reducing them; see `Engine.no_sync`.
+        """Return a context manager in which gradients are not reduced; see `Engine.no_sync`.
 
-        With `marks`, the program may clear the `.grad` of parameters between passes.
+        If `marks` is set, the `.grad` of parameters may be cleared between passes.
         """
         self._accumulating, self._sets_marks = True, marks
         try:
@@ -171,9 +167,9 @@ class GradientReducer:
 
     @contextmanager
     def completing(self, parameters: Collection[int]) -> Iterator[None]:
-        """Return a context manager that reduces completed gradients, for use within `no_sync`.
+        """Return a context manager in which the gradients of `parameters` are completed and reduced.
 
-        `parameters` contains the ids of the parameters whose gradients are completed; see `Engine.completing`.
+        `parameters` contains the `id` of each parameter; see `Engine.completing`.
         """
         self._completing = parameters
         self._register_hooks()
@@ -192,13 +188,13 @@ class GradientReducer:
                 self._launch_complete(queue)
 
     def synchronize(self) -> None:
-        """Complete the gradients of the step; see `Engine.synchronize`."""
+        """Finish averaging the gradients of the step; see `Engine.synchronize`."""
         if not self.reduced:
             self._discard_cleared()
             self.end_pass(last=True)
 
     def begin_step(self) -> None:
-        """Discard the gradients of earlier passes."""
+        """Discard all gradients, and begin a new step."""
         self._register_hooks()
         self._in_pass = False
         self.reduced = False
@@ -211,11 +207,14 @@ class GradientReducer:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether this rank has received gradients but not yet computed the final averages of the step."""
+        """Return whether this rank has gradients that are not yet averaged."""
         return not self.reduced and (self._in_pass or any(bucket.holds_gradients for bucket in self.buckets))
 
     def any_unfinished(self) -> bool:
-        """Return whether the step of any rank is unfinished.  This is a collective call unless gradients are averaged."""
+        """Return whether the step is unfinished on any rank.
+
+        This is a collective call unless the gradients are already averaged.
+        """
         if self.reduced:
             return False
         flag = self._used.new_full((1,), self.is_unfinished)
@@ -224,9 +223,10 @@ class GradientReducer:
         return bool(flag)
 
     def discard(self, parameters: Collection[int]) -> None:
-        """Discard the gradients of an unfinished step for the parameters whose ids are in `parameters`.
+        """Discard the gradients of `parameters` if the step is unfinished.
 
-        A step is unfinished if its passes ran within `no_sync`, or if its last pass failed.
+        `parameters` contains the `id` of each parameter.  A step is unfinished if its passes ran within `no_sync`, or if
+        its last pass failed.
         """
         if not self.is_unfinished:
             return
@@ -253,7 +253,7 @@ class GradientReducer:
             self.end_pass(last=last)
 
     def end_pass(self, *, last: bool) -> None:
-        """Reduce all buckets of this backward pass; after the `last` pass of a step, set the gradients."""
+        """Reduce all buckets of this backward pass; after the `last` pass of a step, set the optimizer's gradients."""
         if self._gatherer is not None:
             self._gatherer.end_pass("backward")
         else:
@@ -275,7 +275,7 @@ class GradientReducer:
             self.waited_s += self.waits[-1][1] - started
 
     def _exchange_flags(self, *, last: bool) -> None:
-        """Agree on the buckets to reduce again and, at the end of a step, on the parameters with gradients."""
+        """Agree with all ranks on the buckets to reduce again and, after the last pass, the parameters with gradients."""
         late = torch.zeros_like(self._used)
         if self._gatherer is None and self._every_pass:
             for number, flags in enumerate(late.split([len(bucket.parameters) for bucket in self.buckets])):
@@ -372,13 +372,12 @@ class GradientReducer:
         return accumulated
 
     def _skip_hook(self, number: int, index: int) -> None:
-        """Remove a hook until `_register_hooks` is called, if autograd adds later gradients directly to the buffer."""
+        """Temporarily remove the hook, if autograd adds further gradients directly to the buffer."""
         if self._by_stage and self.buckets[number].is_in_place:
             self._hooks.pop((number, index)).remove()
             self._removed.append((number, index))
 
     def _register_hooks(self) -> None:
-        """Register the removed hooks again."""
         for number, index in self._removed:
             parameter = self.buckets[number].parameters[index]
             hook = self._hook(number, index)
@@ -386,7 +385,7 @@ class GradientReducer:
         self._removed = []
 
     def _accumulate(self, number: int, index: int) -> None:
-        """Move the gradient that autograd has accumulated for a parameter into its bucket."""
+        """Move an accumulated gradient into its bucket."""
         bucket, gradient = self.buckets[number], self.shards[number].take_accumulated(index)
         if bucket.in_flight:  # it was reduced in order without this gradient, and is reduced again
             bucket.wait()
@@ -396,7 +395,7 @@ class GradientReducer:
 
     @property
     def _reduces(self) -> bool:
-        """Return whether the gradients of the current backward pass are reduced."""
+        """Return whether the current backward pass reduces gradients."""
         return self._every_pass or not self._accumulating
 
     def _begin_pass(self) -> None:
@@ -410,7 +409,7 @@ class GradientReducer:
         Variable._execution_engine.queue_callback(self._passed)
 
     def _begin_or_resume(self) -> None:
-        """Begin a step, or let this pass add to the averages of the last pass."""
+        """Begin a step, or prepare to add this pass's gradients to the averages of the last pass."""
         if self.all_cleared:
             self.begin_step()
         elif self.reduced:
@@ -421,12 +420,12 @@ class GradientReducer:
             self._discard_cleared()
 
     def _discard_cleared(self) -> None:
-        """Discard the gradients of an unfinished step that the program has cleared through `.grad`."""
+        """Discard the gradients of parameters whose `.grad` has been cleared."""
         if cleared := {id(parameter) for shards in self.shards for parameter in shards.cleared_marks()}:
             self.discard(cleared)
 
     def _passed(self) -> None:
-        """Handle the end of a backward pass."""
+        """Finish a backward pass; reduce its gradients unless they are only accumulated."""
         if self._reduces:
             self.end_pass(last=not self._accumulating)
         self._in_pass = False
@@ -473,16 +472,12 @@ class GradientReducer:
         self._launch(queue, end)
 
     def _launch(self, queue: _Queue, end: int) -> None:
-        """Start the reductions of the buckets that precede position `end` in the queue."""
+        """Start the reductions of the buckets before position `end` of the queue."""
         start, queue.next = queue.next, max(queue.next, end)
         self._reduce(queue.current[start:end], queue.current[:start])
 
     def _reduce(self, numbers: Sequence[int], before: Sequence[int] = ()) -> None:
-        """Start the reductions of the buckets `numbers`.
-
-        `before` contains the buckets that precede `numbers` in the order.  The second reductions of these earlier
-        buckets, over replicas, can then start.
-        """
+        """Start the reductions of the buckets `numbers`; `before` are the earlier buckets of this pass."""
         for place, number in enumerate(numbers):
             bucket = self.buckets[number]
             for index, parameter in enumerate(bucket.parameters if self._is_by_stage(number) else ()):
@@ -493,15 +488,12 @@ class GradientReducer:
                     earlier.wait()
             self._before_reduction(number)
             bucket.reduce_async()
-            if bucket.has_two_stages:
+            if bucket.has_two_stages:  # the second reductions of earlier buckets, over replicas, can start
                 for other in (*before, *numbers[:place]):
                     self.buckets[other].advance()
 
     def _start_early(self, bucket: Bucket) -> None:
-        """Reduce incomplete buckets early, until `bucket` can allocate its memory.
-
-        Stop sooner if further reductions cannot start early or would not free memory.
-        """
+        """Reduce incomplete buckets until `bucket` can allocate memory, or no other reduction can start early."""
         while (first := bucket.first_to_launch()) is not None:
             if self._gatherer is not None:
                 if not self._gatherer.reduce_early(self.buckets.index(first)):
@@ -514,15 +506,13 @@ class GradientReducer:
             self._launch(queue, end)
 
     def _early_end(self, queue: _Queue) -> int | None:
-        """Return the queue position at which early reductions can stop; None if there is none.
-
-        At this position, the reduced buckets release at least as much memory as their late gradients can need.
-        """
+        """Return the end position (exclusive) of the buckets to reduce early; None if too little memory is released."""
         released = late = 0
         for place in range(queue.next, len(queue.current)):
             bucket = self.buckets[queue.current[place]]
             released += bucket.held_nbytes
             late += 0 if bucket.ready else bucket.whole_nbytes
+            # the reduced buckets must release at least as much memory as their late gradients can need
             if released and released >= late:
                 return place + 1
         return None
@@ -538,19 +528,15 @@ class GradientReducer:
         used.bitwise_or_(torch.tensor(received, dtype=torch.uint8, device=used.device))
 
     def _without_gradients(self) -> None:
-        """Handle a backward pass in which this rank has no gradients, although other ranks may have gradients."""
+        """Join the reductions of a backward pass in which this rank has no gradients."""
         if not self._in_pass:
             self._begin_or_resume()
             self.end_pass(last=not self._accumulating)
 
     def _agree_on_order(self, completed: list[int]) -> None:
-        """Agree on the reduction order of all later steps.
-
-        This is the order in which the first rank of each queue completed the buckets.
-
-        A bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0
-        and 1), or after its last gradient (`zero` 2 and 3).
-        """
+        """Set each queue's order for later steps: the order in which the queue's first rank completed the buckets."""
+        # a bucket with an unused parameter does not delay other buckets: it is reduced at the end of the pass (`zero` 0
+        # and 1), or after its last gradient (`zero` 2 and 3).
         # bucket numbers differ between the stages of a pipeline, but parameter names do not
         names = [bucket.plan.names[0] for bucket in self.buckets]
         orders = self._comm.all_gather_object([names[number] for number in completed])

@@ -18,14 +18,13 @@ In a plain loop, each rank's loss is the mean over its own samples.  If all rank
 averaged gradient equals the gradient that one process computes from all samples.  Gradients accumulate over backward
 passes, as in PyTorch.
 
-The engine reads layouts instead of mesh axes: the `Layout` of a tensor determines which ranks reduce its gradient and
-which ranks shard it (`zero.sharding`).  One engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models").
+The `Layout` of a tensor determines which ranks reduce its gradient and which ranks shard it (`zero.sharding`).  One
+engine implements all ZeRO stages (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models").
 
-To support pipelines, `forward_backward` controls the order of forward passes, backward passes and reductions.  A
-pipeline schedule replaces the loop over micro-batches in `global_mean`.  The reducer needs one signal per step, after
-the last backward pass (`GradientReducer.end_pass`).  Gradients that the schedule names in `completing` are reduced
-earlier.  The ranks in the last stage provide the loss sums and counts.
+With a pipeline, a schedule replaces the loop over micro-batches in `global_mean`.  Gradients are reduced after the last
+backward pass of the step (`GradientReducer.end_pass`), or earlier if the schedule uses `completing`.  The ranks of
+the last stage provide the loss sums and counts.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Engine:
 
     The constructor broadcasts parameters and buffers from rank 0.  Frozen parameters receive no gradients.  The
     gradient of a tied parameter is reduced once.  If a parameter has a gradient on some ranks only, the other ranks
-    contribute zeros.  If it has no gradient on any rank, its `.grad` remains None.  An engine on a single rank does not
+    contribute zeros.  If no rank has a gradient, `.grad` remains None.  An engine on a single rank does not
     communicate.
 
     With `zero` >= 1, or if an axis shards parameters, optimizers update this rank's shards of the parameters.  The
@@ -96,10 +95,10 @@ class Engine:
             "host" or "disk:FOLDER".
         offloaded: the data to offload.  "optimizer" selects master weights and optimizer states, "gradients" (with
             `zero` >= 2) also gradients, and "parameters" (with `zero=3`) also gradients and parameters.
-        initialize: a function that fills a model on the meta device block by block, so that each rank allocates only
-            its shards (`zero.initial_values`).
+        initialize: for a model on the meta device, a function that initializes one block at a time, so that each rank
+            allocates only its shards (`zero.initial_values`).
         watch: whether to check each rank's gradients before they are averaged, so that `locate_nonfinite` can name the
-            rank.  The check reads each full bucket once.
+            rank.
         rounding: stochastic rounding for updates of bf16 weights, instead of master weights.
         scaler: the loss scaler for fp16 (`loss_scaling`).
         diagnose: whether to check the outputs of blocks, so that an overflow report names the block.
@@ -249,9 +248,9 @@ class Engine:
 
             step = engine.forward_backward(batches, lambda logits, batch: (masked_sum(logits, batch), batch.mask.sum()))
 
-        The sum of all losses is divided by the global count.  Masked tokens, packed sequences and micro-batches of
-        different sizes therefore have the same weight as in a single process.  The number of micro-batches may differ
-        between ranks and may be zero.
+        The sum of all losses is divided by the global count.  Therefore each sample or unmasked token has the same
+        weight as in a single process, even if micro-batches have different sizes.  The number of micro-batches may
+        differ between ranks and may be zero.
 
         Args:
             batches: this rank's micro-batches.
@@ -290,7 +289,7 @@ class Engine:
 
     @property
     def counts_loss(self) -> bool:
-        """Return whether this rank's loss enters the mean loss over all ranks.
+        """Return whether this rank's loss counts toward the mean loss over all ranks.
 
         If several ranks compute the same loss, this is true for exactly one of them.
         """
@@ -311,15 +310,16 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context manager that makes backward passes accumulate gradients without reducing them.
+        """Return a context manager in which backward passes accumulate gradients without reducing them.
 
-        With `zero` >= 2, every backward pass reduces gradients, because no rank has memory for unsharded gradients.
+        With `zero` >= 2, gradients are still reduced in every backward pass, because unsharded gradients are not
+        kept.
         """
         with self._reducer.no_sync(marks=True):
             yield
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context manager like `no_sync`, for use where the program cannot clear gradients between passes."""
+        """Return a context manager like `no_sync`; gradients must not be cleared between passes."""
         return self._reducer.no_sync()
 
     def completing(self, parameters: Collection[int]) -> AbstractContextManager[None]:
@@ -410,7 +410,7 @@ class Engine:
         `optimizer.step()` waits for the averaged gradients and returns when all ranks have the updated weights.  If
         `step` receives a closure, `step` returns the mean loss over all ranks.
 
-        With offloading, this method moves master weights and states to the offload store and is a collective call.
+        With offloading, this method moves master weights and states to the offload store.  It is then a collective call.
 
         Args:
             optimizer: an optimizer of the model's parameters, or a function that creates one from the list of all
@@ -434,11 +434,11 @@ class Engine:
 
     @property
     def offloaded(self) -> list[OffloadedUpdate]:
-        """Return the updates of the optimizers whose states are offloaded."""
+        """Return the `OffloadedUpdate` of each optimizer whose states are offloaded."""
         return self._updates.offloaded
 
     def _before_update(self) -> bool:
-        """Complete the gradients of a step; return False if the step is skipped."""
+        """Finish averaging the gradients of a step; return False if the update is skipped."""
         self.synchronize()
         self._end_pass()
         with unchecked():
@@ -459,10 +459,10 @@ class Engine:
             self._reducer.buffers.average()
 
     def all_gather_parameters(self, *, frozen: bool = False) -> None:
-        """Distribute the updated shards to all ranks; `optimizer.step` calls this method.
+        """All-gather the updated shards of parameters; `optimizer.step` calls this method.
 
         Args:
-            frozen: also distribute the shards of frozen parameters.
+            frozen: also gather the shards of frozen parameters.
         """
         self._end_pass()
         changed = [each for each in self.weights if frozen or each.trained]
@@ -480,8 +480,8 @@ class Engine:
     def whole(self) -> Iterator[None]:
         """Return a context manager within which data-parallel ranks can run the model independently.
 
-        All ranks must enter and exit the context together.  Ranks that share layers, sequences or experts must run the
-        model together, because their parameters remain split.
+        All ranks must enter and exit the context together.  Ranks along other axes must run the model together,
+        because the model and its sequences remain split over these axes.
         """
         with self._whole.gathered():
             yield
@@ -510,7 +510,7 @@ class Engine:
         return self._whole.state_dict()
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every parameter with its unsharded value, gathering one bucket or parameter at a time.
+        """Yield (parameter, unsharded value), gathering one bucket or parameter at a time.
 
         All ranks must iterate together.
         """
@@ -535,9 +535,9 @@ class Engine:
         """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
         The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the
-        random number generators, and `extra`.  Neither buffers that a forward pass has created or resized, nor the
-        extra state of modules (`get_extra_state`), are saved; warnings name these buffers and modules.  The folder
-        receives its final name when it is complete.
+        random number generators, and `extra`.  It omits buffers that a forward pass has created or resized, and the
+        extra state of modules (`get_extra_state`); warnings name these buffers and modules.  The folder receives its
+        final name when it is complete.
 
         Args:
             folder: a folder that does not exist yet, on a file system that all ranks share.
@@ -622,7 +622,7 @@ class Engine:
 
         Raises:
             CheckpointError: on all ranks, if the adapter cannot be written.
-            ValueError: if the model has no LoRA.
+            ValueError: if the model has no LoRA adapter.
         """
         from farandole.parallel.lora.peft_adapter import write_adapter  # requires the extra `train`
 
@@ -646,7 +646,7 @@ class Engine:
         """Return the description of the model's LoRA adapter.
 
         Raises:
-            ValueError: if the model has no LoRA.
+            ValueError: if the model has no LoRA adapter.
         """
         found = describe_adapter(self.model) if self.pipeline is None else self.pipeline.adapter
         if found is None:
@@ -668,7 +668,7 @@ class Engine:
         safetensors_files.load_weights(self, Path(path).expanduser())
 
     def remember_parameters(self) -> None:
-        """Accept changes to the parameters that were also made to the master weights.
+        """Accept changed parameters; the same changes must already have been made to the master weights.
 
         Without this call, the next update would raise an error about changed parameters.
         """
@@ -680,7 +680,7 @@ class Engine:
             pending.wait()
 
     def metadata(self) -> dict[str, Any]:
-        """Return the contents of a checkpoint that are not tensors, for `restore_metadata`."""
+        """Return the non-tensor contents of a checkpoint, for `restore_metadata`."""
         return {
             "scaler": {"enabled": self.scaler.enabled, **self.scaler.state_dict()},
             "rounding_steps": self.rounding.steps if self.rounding is not None else 0,
@@ -705,13 +705,13 @@ class Engine:
         return self._reducer.buffers.has_layout(name, buffer)
 
     def accept_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Mark the current values of `buffers` as averaged, because all ranks have made the same changes."""
+        """Mark the current values of `buffers` as averaged; all ranks must have made the same changes."""
         self._reducer.buffers.accept(buffers)
 
     # ---- gradients ----
 
     def gradients(self) -> list[Tensor]:
-        """Return the averaged gradients, or this rank's shards of the gradients if gradients are sharded.
+        """Return the averaged gradients or, if gradients are sharded, this rank's shards.
 
         Offloaded gradients are read into memory.  The gradients stay in memory until the next step and can be changed
         in place.

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank of an axis has some experts of each mixture of experts, and its own samples.
+"""Expert parallelism: each rank of an axis has some of the experts of each mixture of experts, and its own samples.
 
-A rank sends each row (a token's hidden state, for one of the token's experts) to the rank that has the expert, and gets
-the expert's output back (Lepikhin et al., 2021, "GShard").  The number of rows varies between ranks and experts, and no
-row is dropped:
+A row is a token's hidden state for one of the token's experts.  A rank sends each row to the rank that has the expert,
+and receives the expert's output (Lepikhin et al., 2021, "GShard").  The number of rows varies between ranks and
+experts, and no row is dropped:
 
     1. all-gather      the number of rows for each expert, from each rank
     2. all-to-all      the rows, which are sorted by expert
@@ -94,9 +94,9 @@ class ExpertExchange:
 
 
 def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
-    """Reorder blocks of `rows` (rows, width): block (i, j) has counts[i][j] rows.
+    """Transpose the order of the blocks of `rows` (rows, width); block (i, j) has counts[i][j] rows.
 
-    The input is sorted by i, the result by j.
+    The blocks are sorted by i in the input, and by j in the result.
     """
     if len(counts) == 1 or len(counts[0]) == 1:
         return rows
@@ -105,10 +105,7 @@ def transpose_blocks(rows: Tensor, counts: list[list[int]]) -> Tensor:
 
 
 class _TransposeBlocks(torch.autograd.Function):
-    """Reorders blocks of rows, and copies each row once in each pass.
-
-    The backward pass of `index_select` would be slower: it zeroes its result and then accumulates into it.
-    """
+    """Reorders blocks of rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[list[int]]) -> Tensor:
@@ -119,6 +116,7 @@ class _TransposeBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # faster than the backward pass of `index_select`, which zeroes its result and then accumulates into it
         return transpose_blocks(grad_outputs[0], ctx.counts), None
 
 
@@ -131,7 +129,7 @@ class _Transfer:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Start exchanging `rows`; return the tensor for the received rows, which must not be read before `wait`."""
+        """Start the exchange.  The returned tensor must not be read before `wait`."""
         leaving = rows.detach().contiguous()
         arriving = self.comm.receive_buffer((sum(received), *rows.shape[1:]), rows)
         self._work = self.comm.all_to_all(
@@ -141,7 +139,6 @@ class _Transfer:
         return arriving
 
     def wait(self) -> Tensor:
-        """Wait for the rows, and return them."""
         assert self._rows is not None
         if self._work is not None:
             self._work.wait()
@@ -159,10 +156,10 @@ def exchange_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows that this rank receives, and the result of `meanwhile`, which runs during the transfer.
 
-    Autograd runs the backward pass of `meanwhile` between the backward passes of `_Wait` and `_Start`, because autograd
-    runs the backward passes of later calls first.
+    The backward pass of `meanwhile` runs during the transfer of the gradients.
     """
     transfer = _Transfer(sent, received, comm, overlaps=meanwhile is not None)
+    # autograd runs the backward passes of later calls first: `_Wait`, then `meanwhile`, then `_Start`
     arriving = _Start.apply(rows, transfer)
     other = None if meanwhile is None else meanwhile()
     return _Wait.apply(arriving, transfer), other

@@ -1,7 +1,8 @@
-"""Compute losses and metrics as means over all ranks, with any number of micro-batches, samples or tokens per rank.
+"""Compute mean losses and metrics over all ranks.
 
-The total count of a step is known only after its last forward pass.  Therefore losses are divided by the previous
-step's count before the backward passes, and gradients are corrected afterwards if the counts differ.
+Ranks can have different numbers of micro-batches, samples and tokens.  The total count of a step, for example of
+tokens, is known only after the last forward pass.  Therefore each loss is divided by the previous step's count before
+its backward pass.  If the counts differ, the gradients are rescaled at the end of the step.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class Step:
-    """The result of `Engine.forward_backward`; all values are equal on all ranks.
+    """The result of `Engine.forward_backward`, equal on all ranks.
 
     Args:
         loss: the mean loss over all ranks.
-        count: the total count.
+        count: the total number of summands in the mean, for example of tokens.
         skipped: whether the optimizer will skip the step because fp16 gradients overflowed; False with other
             precisions.
     """
@@ -46,7 +47,7 @@ def first_of(batch: Any) -> Any:
 
 
 def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | float]:
-    """Return the result of a loss function, with the sum converted to at least fp32.
+    """Return `result`, a pair (sum, count), with an fp16 or bf16 sum converted to fp32.
 
     Raises:
         ValueError: if the sum is not a scalar.
@@ -61,7 +62,7 @@ def scalar_sum(result: tuple[Tensor, Tensor | float]) -> tuple[Tensor, Tensor | 
 
 
 def _computing_together(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that communicate in forward passes."""
+    """Return the sets of ranks that communicate during forward passes."""
     axes = [axis for axis in ("pipeline", *MODEL_AXES) if mesh.width(axis) > 1]
     if not axes:
         return []
@@ -69,7 +70,7 @@ def _computing_together(mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 class GlobalMean:
-    """Runs micro-batches for `engine`, and computes means over the ranks of `mesh`."""
+    """Runs micro-batches for `engine` and computes means over the ranks of `mesh`."""
 
     def __init__(self, engine: Engine, mesh: Mesh) -> None:
         self._engine, self._comm = engine, engine.comm
@@ -105,7 +106,7 @@ class GlobalMean:
         return Step(mean, total_count, skipped=engine.will_skip())
 
     def evaluate(self, batches: Iterable[Any], metric: Loss, inputs: Callable[[Any], Any]) -> float:
-        """Compute the mean of `metric` over micro-batches; see `Engine.evaluate`."""
+        """Return the mean of `metric` over the micro-batches of all ranks; see `Engine.evaluate`."""
         engine, own_batches = self._engine, list(batches)
         modes = [(module, module.training) for module in engine.model.modules()]
         engine.model.eval()
@@ -120,7 +121,7 @@ class GlobalMean:
     def _evaluate(
         self, batches: Sequence[Any], metric: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[list[Tensor], list[Tensor | float]]:
-        """Return the sum and the count of `metric` for each of this rank's micro-batches."""
+        """Return the sums and the counts of `metric` for this rank's micro-batches."""
         sums: list[Tensor] = []
         counts: list[Tensor | float] = []
         for number in range(self._most(len(batches))):
@@ -131,11 +132,7 @@ class GlobalMean:
         return sums, counts
 
     def _most(self, own: int) -> int:
-        """Return the maximum number of micro-batches on any rank.
-
-        Raises:
-            ValueError: on all ranks, if ranks that compute a layer together have different numbers of micro-batches.
-        """
+        """Return the largest number of micro-batches on any rank; this rank has `own` micro-batches."""
         if self._comm.size == 1:
             return own
         numbers = torch.empty(self._comm.size, dtype=torch.int64)
@@ -153,7 +150,7 @@ class GlobalMean:
     def _run(
         self, batches: Sequence[Any], number: int, loss: Loss, inputs: Callable[[Any], Any]
     ) -> tuple[Tensor | None, Tensor | float]:
-        """Return the loss sum and the count of micro-batch `number`; (None, 0) if this rank has no such micro-batch."""
+        """Run micro-batch `number` and return (loss sum, count), or (None, 0) if this rank has no such micro-batch."""
         if number >= len(batches):
             self._engine.join_forward()
             return None, 0.0
@@ -166,18 +163,14 @@ class GlobalMean:
             return scalar_sum(loss(output, batches[number]))
 
     def _estimate(self, count: Tensor | float, passes: int) -> float:
-        """Estimate the count of the first step, assuming that all micro-batches have the same count as the first."""
+        """Estimate the first step's total count, assuming that all micro-batches of a rank have the same count."""
         expected = torch.as_tensor(count).detach().double().cpu().reshape(1) * self.counts
         if self._comm.size > 1:
             self._comm.all_reduce(expected, "sum")
         return max(1.0, float(expected)) * passes
 
     def _mean(self, sums: Sequence[Tensor], counts: Sequence[Tensor | float]) -> tuple[float, float]:
-        """Return the mean of the losses over all ranks, and the total count.
-
-        Raises:
-            ValueError: on all ranks, if the total count is not positive.
-        """
+        """Return the mean over all ranks, and the total count."""
         values = torch.zeros(2, dtype=torch.float64)
         if sums and self.counts:
             values[0] = torch.stack(list(sums)).sum().cpu()

@@ -1,22 +1,21 @@
-"""Refuse loss functions that use parameters directly, if gradients would differ from a single-process run.
+"""Reject loss functions that use parameters directly, if this would cause wrong gradients.
 
 A loss may contain a term that is computed from parameters instead of the model's output:
 
     total + 0.01 * model[1].norm.weight.square().sum()
 
 The term is exact if this rank has the complete parameter, and if the reduction of the parameter's gradient counts the
-term once per loss.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the layout of a parameter
-determines whether both conditions are satisfied:
+term once per replica.  Data parallelism and ZeRO satisfy both conditions.  With other axes, the conditions can be
+violated:
 
 - If an axis shards a parameter, each rank has only a part of the parameter.  The term would be a partial sum, and its
   gradient would be missing on some ranks.
-- The copies of some parameters, such as a router's weight under tensor parallelism, have partial gradients.  Every rank
-  would compute the complete gradient of the term, so that the sum would contain it several times.
+- The copies of some parameters, such as a router's weight under tensor parallelism, have partial gradients, which are
+  summed.  Every rank would compute the complete gradient of the term, so the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
 
-The parameters that do not satisfy the conditions are hidden while a loss is computed: from the end of the model's
-forward pass to the beginning of the backward pass.  Modules of the model can be called in the loss function, because
-their calls communicate as needed.
+Parameters that violate a condition are hidden from the end of the model's forward pass to the beginning of the backward
+pass.  The loss function can still call modules of the model, because these calls communicate as needed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ADVICE = (
 
 
 def reason_to_refuse(layout: Layout, mesh: Mesh, rank: int) -> str | None:
-    """Return why a loss function on `rank` cannot use a parameter that this rank stores; None if it can."""
+    """Return why a loss function on `rank` cannot use a parameter with this layout, or None if it can."""
     if layout.shards:
         axes = " and ".join(axis for axis, _ in layout.shards)
         return f"this rank has only its part of the parameter ({axes} parallelism)"
@@ -54,7 +53,7 @@ def reason_to_refuse(layout: Layout, mesh: Mesh, rank: int) -> str | None:
 
 @functools.lru_cache(maxsize=64)  # many parameters have the same layout
 def _counts_once(layout: Layout, mesh: Mesh, rank: int) -> bool:
-    """Return whether the reduction of an unsharded parameter's gradient counts the loss of each replica once."""
+    """Return whether the reduction of an unsharded gradient counts each replica's loss once."""
     reduction = layout.reduction(mesh, ())
     counted: dict[int, float] = defaultdict(float)
     for each in reduction.columns[reduction.column_of(rank)]:
@@ -68,7 +67,6 @@ class LossParameters:
 
     Args:
         layouts: the layouts of the complete model's parameters and buffers, by name.
-        rank: this rank.
         staged: whether the model is divided into pipeline stages.  If so, all parameters are hidden.
     """
 
@@ -113,7 +111,7 @@ class LossParameters:
         ]
 
     def hide(self) -> None:
-        """Make operations on the values of refused parameters raise an error that suggests an alternative."""
+        """Hide the parameters: operations on their values raise an error."""
         self._hidden = bool(self._reasons)
         for parameter, (name, reason) in self._reasons.items():
             hide(parameter, name, reason)
@@ -127,7 +125,7 @@ class LossParameters:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Return a context manager for calls of a loss function.  It calls `hide` on entry and `show` on exit."""
+        """Return a context manager that hides the parameters while a loss is computed."""
         self.hide()
         try:
             yield

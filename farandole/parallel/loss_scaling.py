@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: scale the loss so that small gradients do not vanish, and skip and report steps that overflow.
+"""Loss scaling for fp16, which skips and reports steps that overflow.
 
 fp16 overflows above 65504 and underflows below about 6e-8.  The loss is multiplied by a scale that brings gradients
 into this range, and gradients are divided by the scale before use (Micikevicius et al., 2018, "Mixed Precision
@@ -39,8 +39,8 @@ class LossScaler:
     """Dynamic loss scaling as in `torch.amp.GradScaler`, with a minimum scale.
 
     A step that overflows is skipped and halves the scale.  After `growth_interval` consecutive steps without
-    overflow, the scale is doubled.  At `minimum`, the scale stays constant and `stuck` counts consecutive overflows.
-    All ranks pass the same argument to `update`, so their scales are equal.
+    overflow, the scale is doubled.  The scale is never reduced below `minimum`, and `stuck` counts the consecutive
+    overflows at `minimum`.  All ranks must pass the same argument to `update`, so that their scales are equal.
 
     With `enabled=False`, which is intended for dtypes that need no scaling, the scale is always 1.
 
@@ -69,13 +69,14 @@ class LossScaler:
         self.stuck = 0  # consecutive overflows at the minimum
 
     def multiply(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss; an fp16 loss is converted to fp32, because the scaled loss could overflow in fp16."""
+        """Return the scaled loss; an fp16 loss is converted to fp32 to avoid overflow."""
         return loss * torch.tensor(self.scale) if self.enabled else loss
 
     def update(self, finite: bool) -> None:
-        """Count a step, and adapt the scale.
+        """Count a step and adapt the scale.
 
-        `finite` tells whether all gradients of the step are finite.
+        Args:
+            finite: whether all gradients of the step are finite.
         """
         self.steps += 1
         if not self.enabled:
@@ -152,11 +153,13 @@ def _number(scale: float) -> str:
 
 
 class ScaledSteps:
-    """Scales the engine's loss with `scaler`, unscales its gradients, and decides which steps to skip.
+    """Scales the engine's loss with `scaler`, unscales the gradients, and decides which steps to skip.
 
-    A disabled scaler changes nothing.  To detect overflows in the forward pass, the outputs of blocks are checked in
-    the step after an overflow and, with `diagnose`, in every step.  With `report`, rank 0 logs a warning for every
-    overflow.  While the scale is at its minimum, only one overflow in 100 is logged.
+    A disabled scaler changes nothing.
+
+    Args:
+        diagnose: check the outputs of blocks in every step, instead of only in the step after an overflow.
+        report: log a warning on rank 0 for every overflow, or for one in 100 while the scale is at its minimum.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class ScaledSteps:
         self._decided = False  # whether `decide` has run for this step
 
     def begin_pass(self) -> None:
-        """Raise RuntimeError if the loss was not scaled."""
+        """Begin a backward pass; raise RuntimeError if the loss was not scaled."""
         if self.scaler.enabled and not self._in_backward:
             raise RuntimeError(
                 "fp16 needs a scaled loss: call engine.backward(loss) instead of loss.backward()"
@@ -193,7 +196,7 @@ class ScaledSteps:
         self._decided = False
 
     def before_reduction(self, number: int) -> None:
-        """Check this rank's gradients in bucket `number`, if `watch` is given."""
+        """Check this rank's gradients in bucket `number` for infinities and NaNs, if `self.watch` is set."""
         if self.watch is not None:
             self.watch.check(number)
 
@@ -227,11 +230,14 @@ class ScaledSteps:
 
     @property
     def finite(self) -> bool:
-        """Return whether no overflow has been detected in this step."""
+        """Return False if an overflow has been detected in this step, and True otherwise."""
         return not self.scaler.enabled or self.norm is None or math.isfinite(self.norm)
 
     def decide(self) -> None:
-        """Decide once per step, for all optimizers, whether the step is skipped.  This is a collective call."""
+        """Decide whether all optimizers skip this step.  This is a collective call.
+
+        Further calls in the same step do nothing.
+        """
         if self._decided or not self.scaler.enabled:
             return
         self._decided = True

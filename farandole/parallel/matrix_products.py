@@ -1,4 +1,4 @@
-"""Compute fp32 matrix products on the CPU with the library that is faster on this processor.
+"""Compute fp32 matrix products on the CPU with oneDNN if it is faster than MKL on this processor.
 
 On x86, torch computes fp32 products with MKL, which uses 256-bit instructions on AMD processors.  Zen 5 executes
 512-bit instructions at full width.  oneDNN, which is also part of torch, uses these instructions and takes half the
@@ -42,7 +42,7 @@ def multiplies_faster_with_onednn(processor: Processor) -> bool:
 
 @cache
 def use_fast_products() -> bool:
-    """Compute large fp32 products with oneDNN if oneDNN is faster on this processor; return whether oneDNN is used."""
+    """Use oneDNN for large fp32 products if it is faster on this processor; return whether it is used."""
     if not torch.backends.mkldnn.is_available() or not multiplies_faster_with_onednn(read_processor()):
         return False
     replace_kernels()
@@ -51,7 +51,7 @@ def use_fast_products() -> bool:
 
 @cache
 def replace_kernels() -> Library:
-    """Compute large fp32 products with oneDNN, on any processor."""
+    """Use oneDNN for large fp32 products on the CPU, on any processor."""
     library = Library("aten", "IMPL")
     onednn = torch.ops.mkldnn._linear_pointwise.default  # x w^T + bias, as used by torch.compile
     mm, addmm, addmm_ = (get_kernel(f"aten::{name}", "CPU") for name in ("mm", "addmm", "addmm_"))
@@ -105,7 +105,7 @@ def _is_fast(a: Tensor, b: Tensor) -> bool:
 
 
 def _rows_of_block(a: Tensor, b: Tensor) -> int:
-    """Return the number of rows of `a` per block.  The block of the product has the same number of rows."""
+    """Return the number of rows in each block of `a` and of the product."""
     return max(1, _BLOCK_BYTES // (max(a.shape[1], b.shape[1]) * a.itemsize))
 
 

@@ -1,8 +1,7 @@
-"""Locate infinities and NaNs by rank, parameter and block.
+"""Find the ranks, parameters and blocks with infinities or NaNs.
 
 Averaging spreads one rank's infinity to all ranks.  Therefore each rank checks its own gradients just before a bucket
-is reduced, while they are in the cache: it computes one norm per bucket, and checks individual parameters only if the
-norm is not finite.  Ranks exchange their findings only after a step with an overflow.
+is reduced, while the gradients are in the cache.  Ranks exchange their findings only after a step with an overflow.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KINDS = ("finite", "inf", "nan")
 
 
 def kind_of(tensor: Tensor) -> int:
-    """Return the index in `KINDS` of the worst kind of element in `tensor`: finite, infinite or NaN."""
+    """Return the index in `KINDS` of the worst element of `tensor`: 0 for finite, 1 for infinite, 2 for NaN."""
     if bool(tensor.isfinite().all()):
         return 0
     return 2 if bool(tensor.isnan().any()) else 1
@@ -71,7 +70,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class GradientWatch:
-    """Records which gradients of this rank are not finite in each step, before the gradients are averaged.
+    """Records in each step which gradients of this rank are not finite before averaging.
 
     Args:
         names: the names of all parameters on the mesh, in the same order on all ranks.
@@ -91,7 +90,7 @@ class GradientWatch:
         self._norms.clear()
 
     def check(self, number: int) -> None:
-        """Check bucket `number`, whose gradients are complete and not yet averaged."""
+        """Check this rank's gradients in bucket `number`, which must be complete and not yet averaged."""
         whole, received = self._shards[number].bucket.own_gradients()
         views = {index: view for index, view in received.items() if view.numel()}
         if not views:
@@ -104,7 +103,7 @@ class GradientWatch:
                 self._note(self._places[number][index], kind_of(view))
 
     def locate(self, comm: Communicator, outputs: OutputWatch | None = None) -> OverflowReport:
-        """Return the report of this step on all ranks.  This is a collective call."""
+        """Return the report of this step, which is the same on all ranks.  This is a collective call."""
         block, output = (-2, 0) if outputs is None else outputs.found()
         kinds = torch.tensor([*self._kinds_here(), *self._kinds_averaged(), block, output], dtype=torch.int32)
         seen = torch.empty(comm.size * len(kinds), dtype=torch.int32)
@@ -118,10 +117,7 @@ class GradientWatch:
         return replace(found, output=outputs.describe(table[:, -2:].tolist(), found.rank))
 
     def _kinds_here(self) -> list[int]:
-        """Return the kind of each parameter's gradient on this rank before averaging, in model order.
-
-        The recorded norms are evaluated and then discarded.
-        """
+        """Return the kind of each parameter's gradient on this rank before averaging, in model order."""
         for places, norms in self._norms:
             for place, norm in zip(places, norms.cpu(), strict=True):
                 self._note(place, kind_of(norm))
@@ -155,7 +151,7 @@ class OutputWatch:
         return bool(self._handles)
 
     def arm(self) -> None:
-        """Start checking the output of every block; the check reads each output once."""
+        """Start checking the output of every block for infinities and NaNs."""
         self._first = None
         if not self._handles:
             self._handles = [
@@ -172,7 +168,7 @@ class OutputWatch:
     def found(self) -> tuple[int, int]:
         """Return (block, kind) of the first non-finite output.
 
-        The block is -1 if all outputs were finite, and -2 if none was checked.
+        The block is -1 if all outputs were finite, and -2 if no output was checked.
         """
         return self._first or (-1 if self.armed else -2, 0)
 
@@ -213,12 +209,7 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 def _blame(table: Tensor, names: Sequence[str], by_rank: bool) -> OverflowReport:
-    """Report the first parameter with a non-finite gradient.
-
-    Args:
-        table: the kind of each parameter's gradient, with one row per rank and one column per parameter.
-        by_rank: whether `table` describes the ranks' own gradients, so that the report can name a rank.
-    """
+    """Return a report on the first parameter with a non-finite gradient in `table` (ranks, parameters)."""
     bad = table.amax(0).nonzero().flatten().tolist()
     if not bad:
         return OverflowReport("inf")  # only the sum of squares overflowed

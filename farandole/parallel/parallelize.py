@@ -71,8 +71,8 @@ def parallelize(
             adapters and stochastic rounding depend on torch's seed on rank 0.
         comm: the communicator, by default with all ranks of the job.
         example: the input of one micro-batch.  `recompute="attention"`, `recompute="auto"` and `stage_bytes` use it to
-            measure activations.  If the model is in memory, a plan with `pipeline` above 1 also uses `example` to
-            measure the time of each block, and to divide the blocks into stages that take the same time.
+            measure activations.  If the model is in memory and `pipeline` is above 1, `example` is also used to
+            measure the time of each block, so that all stages take about the same time.
         loss: a function that computes the loss from the model's output, for the measurement of activations.
         initialize: `initialize(name, block)` fills one block of a model on the meta device, so that a process needs
             memory only for its shards and one block.
@@ -124,12 +124,12 @@ def parallelize(
 
 
 def _compute_type(plan: Plan) -> torch.dtype | None:
-    """Return the dtype in which the model computes; None if it computes in the dtypes of its parameters."""
+    """Return the dtype in which the model computes, or None for the dtypes of its parameters."""
     return None if plan.precision == "fp32" else TYPES[plan.precision]
 
 
 def _check(model: nn.Module, plan: Plan, *, diagnose: bool) -> None:
-    """Raise PlanError if the model and the options do not fit `plan`; called before the model is changed."""
+    """Raise PlanError if the model or `diagnose` does not fit `plan`."""
     inner = any(getattr(plan, axis) > 1 for axis in ("pipeline", *MODEL_AXES))
     moved = moves_parameters(plan.zero, _compute_type(plan), plan.offload, {})
     check_model(model, moved=moved or plan.tensor > 1 or plan.expert > 1)
@@ -170,12 +170,7 @@ def _convert(
     example: Any,
     loss: Callable[[Any], Tensor] | None,
 ) -> tuple[Position, Layouts, Pipeline | None]:
-    """Apply the parts of `plan` that change the modules of `model`.  This is a collective call.
-
-    Returns:
-        This rank's position in the mesh, the layouts of the model's parameters, and the pipeline with this rank's
-        stages (None without pipeline parallelism).
-    """
+    """Apply the parts of `plan` that change the model's modules.  This is a collective call."""
     converted: list[str] = []
     with agreed_errors(comm):
         if plan.lora is not None:
@@ -202,11 +197,7 @@ def _convert(
 def _split(
     model: nn.Module, plan: Plan, comm: Communicator, sizes: dict[str, int]
 ) -> tuple[Position, Layouts]:
-    """Apply expert, tensor and context parallelism to `model`.  This is a collective call.
-
-    Returns:
-        This rank's position in the mesh, and the layouts of the model's parameters.
-    """
+    """Apply expert, tensor and context parallelism to `model`.  This is a collective call."""
     axes = ("pipeline", *MODEL_AXES)
     inner = any(sizes[axis] > 1 for axis in axes)
     hosts = hosts_of(comm) if inner or plan.data_shard != "all" else ()
@@ -284,7 +275,7 @@ def _recompute(
     loss: Callable[[Any], Tensor] | None,
     activations: RankActivations | None = None,
 ) -> None:
-    """Apply the plan's recomputation to all blocks or, with `activations`, to the blocks of this pipeline rank."""
+    """Apply `plan.recompute` to all blocks, or only to the blocks in `activations`."""
     try:
         done = apply_recompute(
             model,

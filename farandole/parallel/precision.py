@@ -1,9 +1,9 @@
 """Apply a plan's precision: cast inputs, and use 8-bit matrix multiplications from torchao.
 
-With fp8, weights and the values between layers are bf16.  Linear layers and experts scale the two operands of each
-matrix product by their largest values and cast them to 8 bits (Micikevicius et al., 2022, "FP8 Formats for Deep
-Learning"): to e4m3 in the forward pass, and to e5m2 for gradients.  Parameters remain the same objects, so they can be
-sharded and offloaded.
+With fp8, weights and the activations between layers are bf16.  Linear layers and experts scale each operand of a matrix
+product by the operand's largest absolute value, and cast the operand to 8 bits (Micikevicius et al., 2022, "FP8 Formats
+for Deep Learning"): to e4m3 in the forward pass, and to e5m2 for gradients.  Parameters remain the same objects, so
+they can be sharded and offloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AMD = ("gfx94", "gfx95", "gfx12")
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with all floating-point tensors in nested tuples, lists and dictionaries converted to `dtype`."""
+    """Convert all floating-point tensors in nested tuples, lists and dictionaries to `dtype`."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -45,7 +45,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def check_float8(device: torch.device) -> None:
-    """Raise `PlanError` unless `device` supports products of 8-bit floats and torchao is installed."""
+    """Raise `PlanError` unless `device` supports 8-bit matrix multiplications and torchao is installed."""
     if not _multiplies(device):
         raise PlanError(
             f"precision='fp8': {_name(device)} does not support products of 8-bit floats, which require an NVIDIA "
@@ -56,11 +56,17 @@ def check_float8(device: torch.device) -> None:
 
 
 def use_float8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Make linear layers and experts in `model` use 8-bit matrix multiplications, and return these modules' names.
+    """Make linear layers and experts in `model` use 8-bit matrix multiplications.
 
-    Layers with a size that is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  The weights
-    and input rows of each expert are scaled separately.  With `emulate`, values are rounded to 8 bits and multiplied in
-    their original dtype, which is slow but works on any device.
+    Layers whose input or output size is not a multiple of 16, and subclasses of `nn.Linear`, are not changed.  Each
+    expert has separate scales for its weights and inputs.
+
+    Args:
+        emulate: whether to round values to 8 bits and multiply in the original dtype, which is slow but works on any
+            device.
+
+    Returns:
+        The names of the changed modules.
 
     Raises:
         PlanError: if torchao is missing, or no layer can be converted.
@@ -103,7 +109,7 @@ class _Float8Product:
 
 
 def check_float8_sizes(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `PlanError` if an axis has split a converted matrix into parts with unsupported sizes."""
+    """Raise `PlanError` if this rank's shard of a converted weight has a size that is not a multiple of 16."""
     for name in names:
         for key, weight in model.get_submodule(name).named_parameters():
             rows, columns = weight.shape[-2:] if weight.dim() > 1 else (_UNIT, _UNIT)

@@ -11,7 +11,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor as described by Linux; on a machine without /proc/cpuinfo, the description is empty.
+    """A processor as described by /proc/cpuinfo; without this file, all fields have their default values.
 
     Args:
         vendor: the vendor, such as "AuthenticAMD"; "" on Arm.

@@ -18,8 +18,8 @@ def restored_after_error(model: nn.Module) -> Iterator[None]:
     """Restore the structure of `model` if the `with` block raises an exception.
 
     The structure consists of the classes and attributes of all modules, and of the shapes and `requires_grad` of all
-    parameters.  Values that the `with` block changes in place are not restored.  The memory of parameters that the
-    `with` block splits is freed when the `with` block ends.
+    parameters.  Values that are changed in place are not restored.  If the block splits parameters, their original
+    values stay in memory until the block ends.
     """
     modules = [(module, type(module), _copied(vars(module))) for module in model.modules()]
     parameters = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
@@ -38,7 +38,7 @@ def restored_after_error(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Map attribute names to (value, copy); `copy` is None except for dictionaries and lists, such as `_parameters`."""
+    """Return a dict that maps names to (value, copy); the copy is None unless the value is a dict or a list."""
     return {name: (value, _items(value)) for name, value in attributes.items()}
 
 
@@ -47,7 +47,7 @@ def _items(value: Any) -> Any:
 
 
 def _restored(value: Any, copy: Any) -> Any:
-    """Return `value` with the items of `copy`; the object remains the same, because hook handles refer to it."""
+    """Restore the items of `value` from `copy` in place, because hook handles refer to `value`; return `value`."""
     if isinstance(value, dict):
         value.clear()
         value.update(copy)

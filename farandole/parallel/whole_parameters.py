@@ -5,10 +5,9 @@
     with engine.edit_parameters():              # all ranks make the same changes
         model.head.weight.mul_(0.5)
 
-An engine's optimizer updates *master weights*: shards, or values in higher precision.  If the model's parameters were
-changed without changing the master weights, the next update would undo the change.  If several ranks changed
-parameters in shared memory, the change would be applied several times.  Such changes are detected before the next
-update and raise an error.
+An engine's optimizer updates *master weights*: shards, or values in higher precision.  If only the model's parameters
+were changed, the next update would undo the change.  If several ranks changed parameters in shared memory, the change
+would be applied several times.  Such changes are detected before the next update and raise an error.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ The function returns whether the module's parameters can be changed in place.
 
 
 def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
-    """Raise RuntimeError if the parameters of `module` belong to an engine and cannot be changed in place.
+    """Raise RuntimeError if `module` belongs to an engine, unless called within `engine.edit_parameters()`.
 
     Args:
         name: the name of the module in the message.
@@ -56,12 +55,13 @@ def check_editable(module: nn.Module, name: str, advice: str = "") -> None:
 
 
 class WholeParameters:
-    """Provides the unsharded values of a model's parameters; an engine stores the parameters in `weights`.
+    """Reads and changes the unsharded values of a model's parameters.
 
     Args:
+        weights: the flat weights in which an engine stores the parameters.
         groups: the communicator of all ranks, and the communicators of the ranks over which an axis shards parameters.
-        gatherer: gathers weights for the model's computations (`zero=3`), or None.
-        layouts: the layouts of parameters by name.
+        gatherer: the gatherer of the model's weights (`zero=3`), or None.
+        layouts: maps parameter names to layouts.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class WholeParameters:
         self._versions = [[p._version for p in weight.parameters] for weight in self._weights]
 
     def check(self) -> None:
-        """Raise RuntimeError if parameters were changed outside of the optimizer."""
+        """Raise RuntimeError if code other than the optimizer has changed parameters."""
         for weight, versions in zip(self._weights, self._versions, strict=True):
             weight.check_in_place()
             for name, parameter, version in zip(weight.plan.names, weight.parameters, versions, strict=True):
@@ -130,10 +130,7 @@ class WholeParameters:
     # ---- announced changes ----
 
     def _agree_to_load(self, module: nn.Module, state: Iterable[str]) -> None:
-        """Raise RuntimeError unless ranks with the same stages load the same names into the same module.
-
-        This is a collective call.
-        """
+        """Raise RuntimeError unless all ranks of a stage load states with the same names (a collective call)."""
         names = [self._modules[id(module)], *sorted(state)]
         stages = [cell.pipeline for cell in self._mesh.of_rank(self._comm.rank)]
         advice = "call it on all ranks with the same state, or engine.load_weights(path) on all ranks"
@@ -150,7 +147,7 @@ class WholeParameters:
             )
 
     def masters_are_elsewhere(self) -> None:
-        """Record that master weights are offloaded and parameters therefore cannot be changed."""
+        """Record that the master weights are offloaded, so that `edit` raises an error."""
         self._masters_elsewhere = True
 
     @contextmanager
@@ -180,9 +177,10 @@ class WholeParameters:
 
     @contextmanager
     def edit(self) -> Iterator[None]:
-        """Return a context manager within which all ranks make the same in-place changes to the parameters.
+        """Return a context manager within which the parameters can be changed in place.
 
-        On exit, the changes are copied to the weights and the master weights.  This is a collective call.
+        All ranks must make the same changes.  On exit, the changes are copied to the weights and the master weights.
+        This is a collective call.
         """
         if self._masters_elsewhere and self._weights:
             raise RuntimeError(
@@ -213,16 +211,16 @@ class WholeParameters:
     def values(
         self, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every wanted parameter with its unsharded value, one bucket or parameter at a time.
+        """Yield (parameter, unsharded value) for each parameter for which `wanted` returns True.
 
-        All ranks must iterate together.
+        Values are gathered one bucket or parameter at a time.  This is a collective call.
         """
         for parameter, value in self._values_of_cell():
             if wanted(parameter):
                 yield parameter, self._complete(parameter, value)
 
     def _values_of_cell(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter and its value on this rank, which is only a part if an axis shards the parameter."""
+        """Yield (parameter, value); if an axis shards the parameter, the value is only this rank's part."""
         gathered: set[int] = set()
         if self._gatherer is not None:
             for parameters in self._gatherer.one_by_one():
@@ -242,7 +240,7 @@ class WholeParameters:
             self._gatherer.release()
 
     def _complete(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """Return the complete value of a parameter, given this rank's part `value`.  This is a collective call."""
+        """Gather the complete value of a parameter from the ranks' parts.  This is a collective call."""
         layout = self._split.get(id(parameter))
         if layout is None:
             return value
@@ -260,18 +258,15 @@ class WholeParameters:
         return complete
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of a parameter, given that the parameter holds the complete value."""
+        """Return this rank's part of a parameter that holds the complete value."""
         layout = self._split.get(id(parameter))
         if layout is None:
             return parameter.data
         return own_part(parameter.data, layout, self._mesh, self._cell(layout))
 
     def _cell(self, layout: Layout) -> Cell:
-        """Return the cell of this rank that stores a parameter with the given `layout`.
-
-        In a mirrored pipeline, a rank has cells of two stages.
-        """
-        cells = self._mesh.of_rank(self._comm.rank)
+        """Return the cell of this rank that stores a parameter with the given `layout`."""
+        cells = self._mesh.of_rank(self._comm.rank)  # two in a mirrored pipeline
         return next(cell for cell in cells if cell.pipeline in layout.stages)
 
     def _guard(self) -> Callable[[nn.Module], bool]:
@@ -319,7 +314,7 @@ class WholeParameters:
 
 
 class _RefusedCopy:
-    """Replaces `__deepcopy__` of a model with sharded parameters, and raises an error."""
+    """Raises an error when a model with sharded parameters is copied or pickled."""
 
     def __call__(self, memo: Any) -> NoReturn:
         """Raise RuntimeError."""
@@ -337,7 +332,7 @@ class _RefusedCopy:
 
 
 def check_model(model: nn.Module, *, moved: bool) -> None:
-    """Raise ValueError if an engine cannot train `model` in the same way as a single process.
+    """Raise ValueError if an engine cannot train `model`.
 
     Args:
         moved: whether the engine moves parameters into flat buffers.

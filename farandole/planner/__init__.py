@@ -3,8 +3,8 @@
     machine = Machine(memory=16 << 30)
     estimate(model, Plan(zero=2), 8, example=tokens, loss=loss_of, machine=machine).outcome(machine.memory)
 
-The planner shards a model on the meta device into the same buckets as the engine (`parallel.zero.sharding`), and runs a
-forward and a backward pass on fake tensors.
+The planner divides the parameters into the same buckets as the engine (`parallel.zero.sharding`), and runs a forward
+and a backward pass on fake tensors.
 """
 
 from farandole.planner.estimate import (

@@ -1,4 +1,4 @@
-"""Predict whether a plan fits into memory and how long its steps take."""
+"""Predict the peak memory and the step time of a plan."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ training runs of GPTs with 8 and 15 M parameters on 2 ranks (docs/explanation/pl
 
 @dataclass(frozen=True)
 class PipelineSummary:
-    """The simulated step of a pipeline.
+    """Statistics of a simulated pipeline step.
 
     Args:
-        idle: the fraction of the simulated time in which ranks do not compute, 0.1 for 10 %.
-        sent: the largest number of bytes that a rank sends to other stages in a step.
+        idle: the fraction of the step during which ranks do not compute, averaged over ranks: 0.1 for 10 %.
+        sent: the maximum number of bytes that a rank sends to other stages in a step.
         message_s: the time in seconds that messages add to the step.
-        imbalance: the excess of the largest stage over the mean, relative to the mean: 0.1 for 10 %.  The size of a
-            stage is the number of parameters that a token uses.
-        activations: the peak size of the activations on each pipeline rank in bytes.
-        peaks: the peak memory of each pipeline rank in bytes.
+        imbalance: the relative excess of the largest stage over the mean size: 0.1 for 10 %.  The size of a stage is
+            the number of its parameters that are used for one token.
+        activations: the peak bytes of activations on each pipeline rank.
+        peaks: the peak bytes of memory on each pipeline rank.
     """
 
     idle: float
@@ -50,16 +50,16 @@ class PipelineSummary:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated step time of a plan, and the estimated memory of the rank that needs the most memory.
+    """The estimated step time of a plan, and the estimated memory of the rank with the highest peak.
 
     Args:
-        parts: the parts of the peak memory of a step, by name, in bytes.  A negative part corrects for parts that are
-            not in use at the same time.
-        start: the number of bytes in use while the model is being sharded, before the first step.
-        times: the seconds per step on the slowest rank, by activity.
-        complete: whether activations are included; they are omitted if the other parts alone do not fit.
-        micro_batches: the number of micro-batches of a rank in a step.
-        pipeline: the simulated step of a plan with pipeline stages.
+        parts: a dict that maps the components of the peak memory of a step to their sizes in bytes.  A negative size
+            corrects for components that are not in use at the same time.
+        start: the peak bytes in use while the model is being sharded, before the first step.
+        times: a dict that maps each activity to its seconds per step on the slowest rank.
+        complete: False if activations are omitted because the other components alone do not fit.
+        micro_batches: the number of micro-batches per rank in a step.
+        pipeline: the simulated step, or None for a plan without pipeline stages.
     """
 
     plan: Plan
@@ -72,18 +72,18 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The peak memory of the rank in bytes."""
+        """Return the peak memory in bytes of the rank with the highest peak."""
         return max(self.start, sum(self.parts.values()))
 
     @property
     def mean_peak(self) -> float:
-        """The mean peak memory of a rank in bytes."""
+        """Return the peak memory in bytes, averaged over the ranks."""
         peaks = (self.peak,) if self.pipeline is None else self.pipeline.peaks
         return sum(peaks) / len(peaks)
 
     @property
     def seconds(self) -> float:
-        """The duration of a step in seconds."""
+        """Return the duration of a step in seconds."""
         return sum(self.times.values())
 
     def fits(self, memory: int) -> bool:
@@ -93,7 +93,8 @@ class Estimate:
     def outcome(self, memory: int) -> str:
         """Return text that states whether the plan fits into `memory` bytes per rank.
 
-        The text is `fits`, `fits with offload` (or `swap`, or both), or `does not fit (needs X more; most for Y)`.
+        The text is `fits`, `fits with offload` (or `swap`, or both), or `does not fit (needs X more; most for Y)`,
+        where Y is the largest component.
         """
         if not self.fits(memory):
             least = "" if self.complete else "at least "
@@ -151,7 +152,6 @@ def estimate_workload(
 def _estimate_rank(
     workload: Workload, plan: Plan, ranks: int, machine: Machine, traced: Trace, state: StateBytes
 ) -> Estimate:
-    """Return the estimate for one rank, from its trace `traced` and the sizes of its states, `state`."""
     process = machine.process + machine.libraries * machine.hosts // ranks
     swapped = _swapped(plan, traced)
     copies = workload.checkpoints and machine.host
@@ -173,7 +173,10 @@ def _estimate_rank(
 
 
 def estimate_ranks(workload: Workload, plan: Plan, ranks: int, machine: Machine) -> dict[int, Estimate]:
-    """Return a dict that maps ranks to estimates; ranks with the same pipeline stages have equal estimates."""
+    """Return a dict that maps each rank to its estimate.
+
+    Ranks with the same pipeline stages have equal estimates.
+    """
     workload = workload if workload.applied else workload.split(plan, ranks, machine.hosts)
     if plan.pipeline == 1:
         return dict.fromkeys(range(ranks), estimate_workload(workload, plan, ranks, machine))
@@ -278,47 +281,36 @@ def _check(plan: Plan, machine: Machine) -> None:
 
 
 def _allocator(workload: Workload, plan: Plan, state: StateBytes, traced: Trace) -> int:
-    """Return the overhead of the C library (a measured value) plus the freed memory that the library keeps, in bytes.
-
-    With `swap`, most blocks are allocated with `mmap`, and returned to the kernel when they are freed.  States
-    that are offloaded to a disk are allocated in the first step and then copied.
-    """
+    """Return the total bytes of the C library's overhead and of the freed memory that the library keeps."""
     found = min(ALLOCATOR_BYTES, traced.peak)
+    # with `swap`, most blocks are allocated with `mmap`, and returned to the kernel when they are freed
     if plan.swap == "none":
         found += traced.resident_peak - traced.peak
+    # states that are offloaded to a disk are allocated in the first step and then copied
     if plan.offload_folder is not None:
         found += workload.states * max(map(shard_bytes, state.sharding.trained), default=0)
     return found
 
 
 def _start(workload: Workload, plan: Plan, state: StateBytes) -> int:
-    """Return the peak number of bytes in use while the model is being sharded.
-
-    By default, each rank builds the full model, and frees the parameters of each bucket after copying them.  With
-    `block_by_block`, a rank holds its weights and master weights, and one block of the model.  Master weights count
-    even if they are offloaded afterwards.  With ZeRO stages 0 and 1, gradients also count, because they are allocated
-    before master weights.
-    """
+    """Return the peak number of bytes in use while the model is being sharded."""
+    # Each rank builds the full model, and frees the parameters of each bucket after copying them. With
+    # `block_by_block`, it builds one block at a time. Master weights count even if they are offloaded afterwards.
+    # With ZeRO stages 0 and 1, gradients are allocated before master weights.
     divided = state.weights + state.masters + (state.gradients if plan.zero < 2 else 0)
     return divided + state.largest_block if workload.block_by_block else max(divided, state.whole)
 
 
 def _swapped(plan: Plan, traced: Trace) -> int:
-    """Return a lower bound on the number of saved bytes that are swapped out.
-
-    At most `BEHIND_BYTES` of the swapped tensors are still waiting to be copied.  Tensors kept by selective
-    recomputation are not swapped.
-    """
+    """Return a lower bound on the number of activation bytes that are swapped out."""
+    # tensors kept by selective recomputation are not swapped; at most `BEHIND_BYTES` still wait to be copied
     if plan.swap == "none" or plan.recompute in ("selective", "attention", "auto"):
         return 0
     return max(0, traced.swappable - BEHIND_BYTES)
 
 
 def _reused(workload: Workload, plan: Plan, state: StateBytes, activations: int) -> int:
-    """Return the number of gradient bytes that reuse activation memory.
-
-    With ZeRO stages 2 and 3, gradients occupy memory from their reduction until the next step (`parallel.bucket`).
-    With one pass per step, there are no gradients when the loss is computed and activations peak, and no activations at
-    the end of the step.
-    """
+    """Return the number of gradient bytes that reuse activation memory."""
+    # With ZeRO stages 2 and 3, gradients occupy memory from their reduction until the next step (`parallel.bucket`).
+    # With one pass per step, there are no gradients when activations peak, and no activations at the end of the step.
     return min(state.gradients, activations) if plan.zero >= 2 and workload.micro_batches == 1 else 0

@@ -1,4 +1,4 @@
-"""Compute the memory of a rank from the buckets into which the engine would shard a model."""
+"""Compute the memory of a rank, excluding activations, from the buckets of the sharded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECORD_BUFFERS = 3
 
 @dataclass(frozen=True)
 class StateBytes:
-    """A rank's memory, excluding activations, as determined by the sharding of the model.
+    """The memory that one rank needs for a sharded model, excluding activations.
 
     All sizes are in bytes.
 
@@ -43,8 +43,8 @@ class StateBytes:
         gradients: the gradients that are kept until the update.
         masters: the master weights, which the optimizer updates.
         updated: the parameters that this rank updates, in the dtype of the master weights.
-        optimizer: optimizer states and master weights in device memory, or, if these are offloaded to a disk, the
-            transfer buffers.
+        optimizer: optimizer states and master weights in device memory; if they are offloaded to a disk, the transfer
+            buffers.
         records: offloaded states and master weights.
         compression: compression errors and factors that are kept until the next step.
         pools: with `zero` 2 and 3, unsharded gradients before their reduction, and gradient shards being offloaded.
@@ -123,10 +123,10 @@ def state_bytes(workload: Workload, plan: Plan, ranks: int, machine: Machine) ->
 
 
 def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints: bool = False) -> float:
-    """Return the number of bytes per parameter that all ranks together keep while training a large model with Adam.
+    """Return the bytes per parameter, summed over all ranks, when a large model is trained with Adam.
 
-    Weights, gradients and optimizer states count if they are in device memory.  With `checkpoints`, the copies from
-    which checkpoints are written count instead.
+    By default, the sum includes the weights, gradients and optimizer states in device memory.  With `checkpoints`, it
+    includes only the copies from which checkpoints are written.
     """
     model = nn.Linear(1024, 1024, bias=False)
     state = state_bytes(Workload(model=model, example=None), plan, ranks, machine)
@@ -139,7 +139,7 @@ def bytes_per_parameter(plan: Plan, ranks: int, machine: Machine, *, checkpoints
 
 
 def has_master_copies(sharding: ShardingPlan, plan: Plan) -> bool:
-    """Return whether offloaded weights need master copies because weights and master weights have different dtypes."""
+    """Return whether offloaded weights have master copies in another dtype."""
     return plan.offloaded == "parameters" and any(b.dtype != b.master_dtype for b in sharding.trained)
 
 
@@ -160,7 +160,10 @@ def shares_memory(bucket: BucketPlan, ranks: int, machine: Machine) -> bool:
 
 
 def compressor_of(bucket: BucketPlan, plan: Plan, ranks: int, machine: Machine) -> Compressor | None:
-    """Return the compressor of a bucket, or None if its gradient is not compressed or stays within one host."""
+    """Return the compressor of a bucket, or None if its gradient is not compressed.
+
+    A gradient is compressed only if its replicas are on several hosts.
+    """
     compression = compression_named(plan.compression)
     if compression is None or len(machine.members_by_host(bucket.ranks.replicas, ranks)) == 1:
         return None
@@ -169,7 +172,7 @@ def compressor_of(bucket: BucketPlan, plan: Plan, ranks: int, machine: Machine) 
 
 
 def _compression(bucket: BucketPlan, rank: int, plan: Plan, ranks: int, machine: Machine) -> int:
-    """Return the size in bytes of the compression state of `rank`, one of the leaders of its host."""
+    """Return the size in bytes of the compression state of `rank`."""
     compressor = compressor_of(bucket, plan, ranks, machine)
     if compressor is None:
         return 0
@@ -214,7 +217,7 @@ def whole_bytes(bucket: BucketPlan) -> int:
 
 
 def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
-    """Return the size of pooled buffers and of zero-copy gradients before their reduction, in bytes."""
+    """Return the size in bytes of pooled buffers and of zero-copy gradients before their reduction."""
     several = Counter(group for _, groups in sharding.needs for group in groups)
     several += Counter(group for module, groups in sharding.needs if module is model for group in groups)
     kinds: dict[object, list[BucketPlan]] = defaultdict(list)
@@ -236,7 +239,7 @@ def _pools(model: nn.Module, sharding: ShardingPlan) -> int:
 
 
 def _gathered(sharding: ShardingPlan, ahead: int) -> int:
-    """Return the maximum size in bytes of the weights gathered at one time and of `ahead` prefetched shards."""
+    """Return the peak size in bytes of gathered weights and `ahead` prefetched shards."""
     whole: dict[int, int] = defaultdict(int)
     shards: dict[int, int] = defaultdict(int)
     for bucket in (*sharding.trained, *sharding.frozen) if sharding.gathered else ():

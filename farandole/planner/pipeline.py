@@ -1,14 +1,13 @@
-"""Predict the memory and the time of the ranks of a pipeline.
+"""Predict the memory and the step time of pipeline ranks.
 
     staged = StagedModel(workload, plan)        # divides the blocks into stages
     step = simulate_step(staged, plan, ranks, machine, StageTracer())
     step.timeline.idle                          # the fraction of time in which ranks do not compute
     step.traces[0].saved                        # bytes of activations on pipeline rank 0
 
-The stages are traced on fake tensors (`planner.stage_trace`).  The simulated step gives the order of actions, the times
-at which messages arrive, and the idle time.  The memory of a rank follows from its actions: the activations of
-micro-batches in flight, the tensors kept from the computation of input gradients to the computation of weight
-gradients, and received tensors that are not used yet.
+The stages are traced on fake tensors (`planner.stage_trace`), and a step is simulated.  The memory of a rank includes
+the activations of micro-batches in flight, the tensors that a split backward pass keeps between the input gradients and
+the weight gradients, and received tensors that are not used yet.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ class StagedModel:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A simulated step.
+    """A simulated pipeline step.
 
     Args:
         timeline: the simulated actions, with times in seconds.
         waiting_s: the time in seconds that messages add to the step.
-        traces: the memory of each pipeline rank in the step, and the rank's mean work per micro-batch.
+        traces: for each pipeline rank, its memory in the step and its mean work per micro-batch.
         sent: the number of bytes that each pipeline rank sends to other stages.
     """
 
@@ -128,7 +127,7 @@ def simulate_step(
 
 
 def _recomputed(staged: StagedModel, plan: Plan) -> dict[str, str]:
-    """Return a dict that maps module names to recomputation modes from a dry run; empty if no dry run is needed."""
+    """Return a dict that maps module names to recomputation modes, or an empty dict if the plan needs no dry run."""
     if plan.recompute not in MEASURED:
         return {}
     workload, found = staged.workload, dict[str, str]()
@@ -166,7 +165,7 @@ def _sent(timeline: Timeline, outputs: Sequence[OutputShape]) -> tuple[int, ...]
 
 
 def _message(message: Message, outputs: Sequence[OutputShape]) -> Memory:
-    """Return the size of a message: an output, or the gradients of an output."""
+    """Return the size of the output or the gradients that a message contains."""
     code, stage, _ = message
     if code == "F":
         return Memory.of(outputs[stage - 1].tensors)
@@ -176,7 +175,7 @@ def _message(message: Message, outputs: Sequence[OutputShape]) -> Memory:
 def _trace_of(
     rank: int, timeline: Timeline, stages: Sequence[StageTrace], outputs: Sequence[OutputShape]
 ) -> Trace:
-    """Return the memory of a rank in the step, and the rank's mean work per micro-batch."""
+    """Return the rank's memory in the simulated step and its mean work per micro-batch."""
     held, saved, peak, resident = Memory(), 0.0, 0.0, Memory()
     away = left = 0.0  # bytes that `Plan.swap` has moved, and the peak of the remaining bytes
     flops = moved = swapped = 0.0
@@ -231,7 +230,7 @@ def _traced(action: Action, stages: Sequence[StageTrace]) -> ActionTrace:
 
 
 class _Received:
-    """The tensors that a rank has received from other ranks (`pipeline.transfers`) but has not used yet."""
+    """The tensors that a rank has received from other ranks but has not used yet."""
 
     def __init__(self, timeline: Timeline, rank: int, outputs: Sequence[OutputShape]) -> None:
         schedule = timeline.schedule
@@ -251,7 +250,7 @@ class _Received:
         self._outputs = outputs
 
     def at(self, polled: float, action: Action) -> Memory:
-        """Advance to the time `polled`; return the size of received tensors that `action` does not use."""
+        """Advance to the time `polled`, and return the size of received tensors that will be used after `action`."""
         code = "F" if isinstance(action, Forward) else "I"
         if isinstance(action, Forward | Backward | BackwardInput):
             self._used.add((code, action.stage, action.micro_batch))

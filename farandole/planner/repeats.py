@@ -1,12 +1,12 @@
-"""Measure a model with many identical blocks by measuring models with a few of these blocks.
+"""Measure a model with many equal blocks by extrapolating from smaller models.
 
-The layers of a transformer have the same structure, so every quantity of a pass (activations, operations, transferred bytes) is a
-linear function of the number of layers.  The value for all layers therefore follows from two small models:
+The layers of a transformer have the same structure, so every quantity of a pass (activations, operations, transferred
+bytes) is a linear function of the number of layers.  The value for all layers therefore follows from two small models:
 
     runs = find_runs(model)                                      # layers 3 to 60
     extrapolated(runs, measure)                                  # runs `measure` with 2 and with 3 of these layers
 
-The smaller model has more than one layer, because a quantity such as a peak is linear only above a certain number of layers.
+The smaller model has more than one layer, because quantities such as a peak are not linear with too few layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive equal blocks in a container: their names and the first block."""
+    """Consecutive equal blocks in a container."""
 
     container: nn.Module
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ def _equal_children(container: nn.Module) -> Iterator[Run]:
 
 
 def signature(module: nn.Module) -> Any:
-    """Return a value that is equal for modules that do the same computation with different weights."""
+    """Return a key that is equal for modules that perform the same computation, even if their weights differ."""
     options = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str | tuple)}
     tensors = [
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -84,10 +84,7 @@ def signature(module: nn.Module) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value`, a setting of a module, with tensors and modules replaced by their types.
-
-    `signature` compares the contents of tensors and modules separately.
-    """
+    """Return `value` with each tensor or module replaced by its type."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
@@ -114,7 +111,7 @@ def extrapolated(runs: Sequence[Run], measure: Callable[[], Mapping[Any, float]]
 
 @contextmanager
 def shortened(lengths: Mapping[Run, int]) -> Iterator[None]:
-    """Return a context manager in which the model contains only the first `lengths[run]` blocks of each run."""
+    """Return a context manager that limits each run to its first `lengths[run]` blocks."""
     dropped: dict[nn.Module, set[str]] = defaultdict(set)
     for run, length in lengths.items():
         dropped[run.container].update(run.names[length:])

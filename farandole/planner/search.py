@@ -38,11 +38,11 @@ def estimates_of(
 ) -> Iterator[Estimate]:
     """Yield the estimates of `plans` in order.
 
-    Plans with equal passes are traced once.  A plan is not traced if its weights, gradients and optimizer states alone
-    do not fit.
+    Plans with equal forward and backward passes are traced once.  A plan is not traced if its weights, gradients and
+    optimizer states alone do not fit.
 
     Args:
-        tracer: a tracer that is shared by several calls, so that equal pipeline stages are traced once.
+        tracer: a tracer to share among several calls, so that equal pipeline stages are traced once.
     """
     parts: dict[tuple[object, ...], Workload] = {}
     traces: dict[tuple[object, ...], Trace] = {}
@@ -91,12 +91,12 @@ def _model_axes(plan: Plan) -> tuple[object, ...]:
 
 
 def _state_fields(plan: Plan) -> tuple[object, ...]:
-    """Return the fields of a plan that, besides the axes, determine the result of `state_bytes`."""
+    """Return the fields of a plan, except the axes, that determine the result of `state_bytes`."""
     return plan.zero, plan.precision, plan.rounding, plan.offload, plan.offloaded, plan.compression
 
 
 class _StageEstimates:
-    """Estimates plans with pipeline stages; results are shared by plans with equal stages, states or steps."""
+    """Estimates plans with pipeline stages, and caches stages, states and steps."""
 
     def __init__(self, workload: Workload, ranks: int, machine: Machine, tracer: StageTracer) -> None:
         self._workload, self._ranks, self._machine, self._tracer = workload, ranks, machine, tracer
@@ -106,13 +106,6 @@ class _StageEstimates:
         self._steps: dict[object, PipelineStep] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Return the estimate of a plan.
-
-        The stages are not traced if their weights, gradients and optimizer states do not fit.
-
-        Raises:
-            PlanError: if the plan is invalid for the model or the number of micro-batches.
-        """
         workload, ranks, machine = self._workload, self._ranks, self._machine
         check(workload.model, plan)
         schedule = schedule_of(plan, workload.micro_batches)
@@ -171,8 +164,7 @@ def in_order(estimates: Iterable[Estimate], memory: int) -> list[Estimate]:
 def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterator[Estimate]:
     """Yield estimates of plans that recompute entire blocks, starting with the simplest.
 
-    If the machine has a disk, plans that offload states to it are included; `FOLDER` is a placeholder for a folder on
-    the disk.
+    If the machine has a disk, some plans offload states to the placeholder `disk:FOLDER`.
     """
     stages = (0, 1, 3) if machine.shared else (0, 1, 2, 3)  # in shared memory, stages 2 and 3 are equal
     places = ("none", "disk:FOLDER") if machine.disk else ("none",)
@@ -190,9 +182,9 @@ def estimated_plans(workload: Workload, ranks: int, machine: Machine) -> Iterato
 
 
 def what_fits(found: Sequence[Estimate], ranks: int, memory: int) -> str:
-    """Return, as text for an error message, the first three plans of `found` that fit into `memory` with a margin.
+    """Return error text that lists the first three plans that fit into `memory` with a margin.
 
-    If no plan fits, the text states the smallest amount of memory that any of the plans needs.
+    If no plan fits, the text states the smallest memory that a plan needs.
     """
     fitting = [one for one in found if one.peak <= _SURE * memory]
     if not fitting:

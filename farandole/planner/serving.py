@@ -10,8 +10,8 @@ attention      reading the keys and values of all running sequences
 communication  with tensor parallelism, all-reduces of the hidden states of all tokens, several per layer
 overhead       a constant time per step, per layer and per sequence
 
-In the steady state, as many sequences start as end.  A replica with B running sequences, prompts of P tokens and
-outputs of N tokens therefore computes, during the lifetime of one sequence, N steps with B sequences, and B prompts.
+In the steady state, as many sequences start as end.  With B running sequences and outputs of N tokens, a replica
+therefore runs N steps and computes B prompts during the lifetime of one sequence.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ ACCELERATOR_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ServingMachine:
-    """The memory and the speeds available to each rank of a machine when all ranks compute.
+    """The memory and the speeds of each rank when all ranks of a machine compute.
 
     Args:
         memory: the number of bytes that a rank may use.
-        products: for each precision, points (rows, seconds per weight of a matrix product) in ascending order of rows.
-            Between the points, the seconds are interpolated linearly; above the last point, they are proportional to
-            the rows.
+        products: a dict that maps a precision to points (rows, seconds per weight of a matrix product), in ascending
+            order of rows.  Between the points, the seconds are interpolated linearly.  Above the last point, they are
+            proportional to the number of rows.
         read: the bytes per second at which attention reads keys and values.
         flops: floating-point operations per second in the attention of prompts, by precision.
         bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
         latency: the duration in seconds of an all-reduce of a few bytes.
-        step, layer, sequence: the constant overhead in seconds per step, per layer of a step, and per sequence of a
+        step, layer, sequence: the constant overhead in seconds per step, per layer in a step, and per sequence in a
             step.
         process: the number of bytes that a process without a model uses.
-        copies: by precision, the number of copies in memory of each weight that matrix products use.
+        copies: a dict that maps a precision to the number of copies of each matrix-product weight in memory.
     """
 
     memory: int
@@ -73,9 +73,9 @@ class ServingMachine:
     def of_accelerator(
         cls, *, memory: int, flops: Mapping[str, float], read: float, bandwidth: float, process: int
     ) -> ServingMachine:
-        """Return the description of an accelerator, given its published speeds.
+        """Create a `ServingMachine` from the published speeds of an accelerator.
 
-        The time of a matrix product is the larger of two times: the time to read the weights, and the time to compute.
+        The time of a matrix product is the larger of the time to read its weights and the time to compute it.
         """
         products = {}
         for name in ("fp32", "bf16", "fp16"):
@@ -93,7 +93,7 @@ class ServingMachine:
         )
 
     def product_s(self, precision: str, rows: float) -> float:
-        """Return the seconds per weight of a product with this number of rows."""
+        """Return the seconds per weight of a matrix product with `rows` rows."""
         points = self.products[precision]
         if rows <= points[0][0]:
             return points[0][1]
@@ -106,16 +106,16 @@ class ServingMachine:
 
 @dataclass(frozen=True)
 class Mix:
-    """The mix of requests: the mean number of tokens of a prompt and of an output."""
+    """The mean numbers of tokens in the prompts and in the outputs of requests."""
 
     prompt: int
     output: int
 
     @property
     def positions(self) -> int:
-        """The number of positions whose keys and values a sequence stores.
+        """Return the number of KV cache positions of a sequence, rounded up to a multiple of `PAGE`.
 
-        The last token is not stored.  The number is rounded up to a multiple of `PAGE`.
+        The last token needs no position.
         """
         return -(-(self.prompt + self.output - 1) // PAGE) * PAGE
 
@@ -155,10 +155,10 @@ class ServedPart:
 
     @classmethod
     def of(cls, model: Transformer, tensor: int, precision: str) -> ServedPart:
-        """Return the description of rank 0's shard of `model`.  The model may be on the meta device.
+        """Return the size and the work of rank 0's shard of `model`.  The model may be on the meta device.
 
         Raises:
-            PlanError: if the model cannot be sharded over `tensor` ranks; the message contains the nearest plans.
+            PlanError: if the model cannot be sharded over `tensor` ranks; the message contains the nearest valid plans.
         """
         tokens = torch.zeros(1, 1, dtype=torch.int64)
         work = Workload(model=model, example=tokens).split(Plan(tensor=tensor), tensor)
@@ -204,7 +204,7 @@ class _Probe(KeyValueCache):
         return key, value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        """Count the operations, and return an output (1, heads, tokens, value width)."""
+        """Count the operations, and return zeros."""
         heads = query.shape[1]
         self.operations += 2 * heads * (query.shape[3] + value.shape[3])
         return query.new_zeros(1, heads, query.shape[2], value.shape[3])
@@ -212,7 +212,7 @@ class _Probe(KeyValueCache):
 
 @dataclass(frozen=True)
 class ServingEstimate:
-    """The prediction for one replica, computed for the rank with the largest part of the model.
+    """The predicted memory and speed of one replica, computed for the rank with the largest shard.
 
     Args:
         running: the number of running sequences.
@@ -237,7 +237,7 @@ class ServingEstimate:
 def estimate_serving(
     part: ServedPart, machine: ServingMachine, mix: Mix, running: int, *, token_budget: int = 256
 ) -> ServingEstimate:
-    """Return the prediction for a replica with this number of running sequences.
+    """Predict the memory and speed of a replica with `running` running sequences.
 
     Args:
         token_budget: the maximum number of tokens in a step; with 0, the larger of 256 and twice `running`.
@@ -269,7 +269,7 @@ def kv_memory(part: ServedPart, machine: ServingMachine, weight_bytes: int) -> i
 
 
 def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int) -> float:
-    """Return the seconds that a step takes to decode one token per sequence, halfway through the outputs."""
+    """Return the seconds that a step needs to decode one token per sequence, halfway through each output."""
     positions = running * (mix.prompt + mix.output / 2)
     attention = max(
         positions * part.kv_bytes / machine.read,
@@ -281,13 +281,8 @@ def _decode_s(part: ServedPart, machine: ServingMachine, mix: Mix, running: int)
 
 
 def _prompt_s(part: ServedPart, machine: ServingMachine, tokens: int, pieces: int, running: int) -> float:
-    """Return the seconds that a prompt adds to the `pieces` steps that compute the prompt.
-
-    Without the prompt, its sequence would decode one token in each of these steps.
-
-    Args:
-        tokens: the number of tokens of the prompt.
-    """
+    """Return the seconds that a prompt of `tokens` tokens adds to the `pieces` steps that compute it."""
+    # without the prompt, its sequence would decode one token in each of these steps
     others = running - 1
     rows = others + tokens / pieces
     products = pieces * (_products_s(part, machine, rows) - _products_s(part, machine, running))

@@ -1,12 +1,12 @@
-"""Trace the actions of a pipeline stage on fake tensors: the memory that each action needs and keeps, and its work.
+"""Trace the memory and the work of each action of a pipeline stage on fake tensors.
 
     tracer = StageTracer()
     # `shape` describes the stage's input, and then its output
     found, shape = tracer.trace(workload, plan, stage, shape, splits=True)
     found.forward.kept, found.input.peak, found.weight.flops
 
-The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass at once or in two halves.  The
-input of a stage and the gradient of its output count from the start of the action that needs them.
+The trace runs the same code as `pipeline.runtime`: a forward pass, and a backward pass, whole or in two halves.  The
+input of a stage and the gradient of its output count as memory from the start of the action that uses them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount of memory, with separate sizes for the two ways in which the C library treats freed blocks.
+    """An amount of memory, split into heap blocks and memory-mapped blocks.
 
     Args:
-        heap: the size in bytes of blocks that the library keeps when they are freed.
-        mapped: the size in bytes of blocks that the library returns to the kernel when they are freed.
+        heap: the size in bytes of blocks that the C library keeps when they are freed.
+        mapped: the size in bytes of blocks that the C library returns to the kernel when they are freed.
     """
 
     heap: float = 0
@@ -64,18 +64,18 @@ class Memory:
         return Memory(self.heap - other.heap, self.mapped - other.mapped)
 
     def largest(self, other: Memory) -> Memory:
-        """Return the larger heap size and the larger mapped size."""
+        """Return the elementwise maximum of two amounts."""
         return Memory(max(self.heap, other.heap), max(self.mapped, other.mapped))
 
     @property
     def total(self) -> float:
-        """The total number of bytes."""
+        """Return the total number of bytes."""
         return self.heap + self.mapped
 
 
 @dataclass(frozen=True)
 class ActionTrace:
-    """One action of a stage on one micro-batch.
+    """The memory and the work of one action of a stage on one micro-batch.
 
     Args:
         kept: the memory that the action allocates and keeps; negative if the action releases memory.
@@ -83,8 +83,8 @@ class ActionTrace:
         resident: the peaks of the heap and of mapped memory, which may occur at different times.
         flops: floating-point operations of matrix products and attention.
         moved: bytes that all other operations read and write.
-        sent: for each group of ranks, the bytes that this rank sends to the group in collectives of the model.
-        swappable: bytes of `kept` that `Plan.swap` moves; 0 except for a forward pass.
+        sent: a dict that maps each group of ranks to the bytes that this rank sends in the model's collectives.
+        swappable: bytes of `kept` that `Plan.swap` can swap out; 0 except for a forward pass.
     """
 
     kept: Memory = field(default_factory=Memory)
@@ -98,7 +98,10 @@ class ActionTrace:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """The actions of a stage; `input` and `weight` are the halves of `backward`, and empty if not traced."""
+    """The traces of a stage's actions.
+
+    `input` and `weight` are the two halves of `backward`; both are empty if the halves are not traced.
+    """
 
     forward: ActionTrace
     backward: ActionTrace
@@ -128,11 +131,10 @@ class StageTracer:
         """Return the trace of a stage, and the shape of its output.
 
         Args:
-            workload: a workload whose model contains all blocks, with the shards of the plan's other axes.
+            workload: a workload whose model contains all blocks, sharded along the plan's other axes.
             received: the shape of the previous stage's output; None for the first stage.
-            splits: whether to trace the halves of the backward pass.
-            recomputed: a dict that maps module names to recomputation modes, if the modules were chosen for the
-                complete model.
+            splits: whether to trace the halves of the backward pass, too.
+            recomputed: a dict that maps module names to recomputation modes, if a dry run has chosen the modules.
         """
         runs = [] if plan.recompute == "auto" else find_runs(stage.view)
         after: list[OutputShape] = []
@@ -161,7 +163,7 @@ class StageTracer:
 
 
 def _conditions(workload: Workload, plan: Plan) -> tuple[object, ...]:
-    """Return the values that, together with a stage's blocks and input, determine the stage's trace."""
+    """Return the values that determine a stage's trace, besides its blocks and its input."""
     axes = (*(getattr(plan, axis) for axis in MODEL_AXES), plan.sequence, plan.ring)
     example = [tuple(each.shape) for each in tree_leaves(workload.example) if isinstance(each, Tensor)]
     return axes, plan.recompute, plan.precision, example, _is_scaled(workload, plan)
@@ -217,7 +219,7 @@ class _Pass:
     def run(
         self, arguments: tuple[Any, dict[str, Any]], numbers: dict[Any, float], halves: bool
     ) -> OutputShape:
-        """Run the actions, record their memory and work in `numbers`, and return the shape of the stage's output."""
+        """Run the pass, record its actions in `numbers`, and return the shape of the stage's output."""
         stage, sent, scaled = self._stage, self._workload.sent, self._scaled
         with ExitStack() as stack:
             tracker = stack.enter_context(MemoryTracker(self._living))
@@ -279,7 +281,7 @@ class _Pass:
 
 
 class _Recorder:
-    """Records the memory and work of the actions of a pass, with one peak per part of an action (`planner.trace`)."""
+    """Records the memory and the work of actions, as values that can be extrapolated (`planner.repeats`)."""
 
     def __init__(
         self,
@@ -293,7 +295,6 @@ class _Recorder:
 
     @contextmanager
     def action(self, name: str) -> Iterator[None]:
-        """Return a context manager that records the memory and work of an action."""
         tracker, numbers = self._tracker, self._numbers
         flops, moved, sent, start = tracker.flops, tracker.moved, len(self._sent), len(tracker.history)
         heap, mapped = tracker.history[-1] if tracker.history else (0, 0)
@@ -342,11 +343,7 @@ def _loss(loss: Callable[[Any], Tensor] | None, output: Any) -> Tensor:
 
 @contextmanager
 def _recomputing(stage: Stage, plan: Plan, modes: Mapping[str, str]) -> Iterator[None]:
-    """Return a context manager in which modules of the stage are recomputed.
-
-    Args:
-        modes: a dict that maps module names to recomputation modes; if empty, the plan determines the modules.
-    """
+    """Return a context manager that enables recomputation as specified by `modes`, or by `plan` if `modes` is empty."""
     blocks = nn.Sequential(*stage.blocks)
     try:
         if modes:

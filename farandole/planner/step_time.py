@@ -28,7 +28,7 @@ _BACKWARD = 2 / 3
 def step_time(
     workload: Workload, plan: Plan, ranks: int, state: StateBytes, traced: Trace, machine: Machine
 ) -> dict[str, float]:
-    """Return the predicted seconds per step for each activity.
+    """Return a dict that maps each activity to its predicted seconds per step.
 
     The keys are "compute", "communication" and "update", and, if the plan uses them, "offload" and "swap".
     """
@@ -57,7 +57,7 @@ def step_time(
 
 
 def _reduction_s(buckets: Sequence[BucketPlan], plan: Plan, ranks: int, machine: Machine) -> float:
-    """Return the seconds to reduce all buckets: each over the ranks that shard it, and then over its replicas."""
+    """Return the seconds needed to reduce every bucket over the ranks that shard it and then over its replicas."""
     total = 0.0
     for bucket in buckets:
         shards, replicas = bucket.ranks.shards, bucket.ranks.replicas
@@ -73,15 +73,12 @@ def _reduction_s(buckets: Sequence[BucketPlan], plan: Plan, ranks: int, machine:
 
 
 def _gathering_s(workload: Workload, plan: Plan, ranks: int, state: StateBytes, machine: Machine) -> float:
-    """Return the seconds per step that this rank needs to send weights.
-
-    If weights are gathered when they are needed (`ShardingPlan.gathered`), all weights are sent in each pass.
-    Otherwise, updated weights are sent once, except among ranks that share memory.
-    """
+    """Return the seconds per step that this rank needs to send weights."""
     sharding = state.sharding
     if plan.zero == 0:
         return 0.0
     gathered = [*sharding.trained, *sharding.frozen] if sharding.gathered else sharding.trained
+    # `gathered` weights are sent in each forward and backward pass, other updated weights once per step
     times = 2 * workload.micro_batches if sharding.gathered else 1
     return sum(
         times
@@ -127,7 +124,7 @@ def _stored(buckets: Sequence[BucketPlan]) -> int:
 
 
 def _swap(traced: Trace, ranks: int, machine: Machine, one_pass: float) -> float:
-    """Return the seconds that the forward and backward pass of one micro-batch wait for swapped activations."""
+    """Return the seconds that the forward and backward passes of one micro-batch wait for swapped activations."""
     moved = traced.swapped
     if machine.host:
         away, back = _disk(0, moved, ranks, machine), _disk(moved, 0, ranks, machine)

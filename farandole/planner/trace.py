@@ -3,12 +3,12 @@
     traced = trace(model, tokens, loss=lambda logits: next_token_loss(logits, targets))
     traced.saved, traced.peak, traced.flops, traced.moved
 
-Fake tensors need no memory, and no values are computed.  The memory of every tensor that an operation returns,
-including gradients of activations, counts until the tensor is freed, as in a real pass.  The gradient of a tied weight
-counts until autograd has added both contributions.  Memory that a kernel allocates and frees inside one call is not
+Fake tensors need no memory, and their values are not computed.  Each tensor that an operation returns counts as
+allocated until it is freed, as in a real pass.  Memory that a kernel allocates and frees inside one call is not
 tracked.
 
-The gradient of a parameter is released immediately, because `parallel.bucket` copies gradients into buffers.
+The gradient of a parameter is released immediately, because `parallel.bucket` copies gradients into buffers.  The
+gradient of a tied weight counts until autograd has added both contributions.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Trace:
         flops: floating-point operations of matrix products and attention, including recomputation.
         moved: bytes that all other operations read and write.
         resident_peak: peak of the resident bytes if the C library keeps freed memory for later allocations.
-        swappable: bytes of `saved` that `Plan.swap` moves: tensors of at least `THRESHOLD_BYTES` that the model saves.
-        swapped: bytes that `Plan.swap` moves for one micro-batch; a pipeline has several micro-batches in flight.
-        sent: for each group of ranks, the bytes that this rank sends to the group in collectives of the model.
+        swappable: bytes of `saved` that `Plan.swap` can swap out: tensors of at least `THRESHOLD_BYTES` that the model
+            saves.  In a pipeline, these bytes belong to several micro-batches in flight.
+        swapped: bytes that `Plan.swap` swaps out per micro-batch.
+        sent: a dict that maps each group of ranks to the bytes that this rank sends in the model's collectives.
     """
 
     saved: int
@@ -56,7 +57,7 @@ class Trace:
 
     @property
     def transient(self) -> int:
-        """The bytes by which the peak exceeds `saved`."""
+        """Return the bytes by which the peak exceeds `saved`."""
         return max(0, self.peak - self.saved)
 
 
@@ -81,9 +82,8 @@ def trace(
     Args:
         example: a micro-batch, in a form that `saved_bytes` accepts.
         dtype: the dtype of weights and inputs; with None, their dtypes do not change.
-        scaled: whether the loss is multiplied by a factor (several micro-batches, fp16), which requires a copy of its
-            gradient.
-        prepare: a function that is called before each pass.
+        scaled: whether the loss is multiplied by a factor, as with several micro-batches or fp16.
+        prepare: a function to call before each pass.
         runs: the runs of equal blocks; only a few blocks of each run are traced (`planner.repeats`).
         sent: the list to which the model's collectives append the bytes that they send.
     """
@@ -116,7 +116,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Group:
-    """The key, in a result of `_measure`, for the number of bytes that this rank sends in collectives of a group."""
+    """The key under which results store the bytes that this rank sends in collectives of a group."""
 
     ranks: tuple[int, ...]
 
@@ -130,13 +130,7 @@ def _measure(
     scaled: bool,
     runs: Sequence[Run],
 ) -> dict[Any, float]:
-    """Return the memory and the work of a pass, with a separate peak for each part of the pass.
-
-    The first part ends when the backward pass of the last run is complete, the second part when the backward pass of
-    the run before it is complete, and so on.  The peak of each part is a linear function of the lengths of the runs.
-    The peak of the whole pass is not linear: with few blocks, it may occur in the last part, for example because of the
-    gradient of a large embedding.  With many blocks, it may occur in the first part.
-    """
+    """Return the memory and the work of a pass, as values that can be extrapolated (`planner.repeats`)."""
     where = device_of(model, device)
     with ExitStack() as stack:
         fake = stack.enter_context(fake_model(model, example, where, dtype))
@@ -167,6 +161,10 @@ def _measure(
         "moved": tracker.moved,
         "swappable": swappable,
     }
+    # The first part ends when the backward pass of the last run is complete, the second part when the backward pass of
+    # the run before it is complete, and so on. The peak of each part is a linear function of the lengths of the runs.
+    # The peak of the whole pass is not linear: with few blocks, it may occur in the last part, for example because of
+    # the gradient of a large embedding. With many blocks, it may occur in the first part.
     start = 0
     for part in range(len(runs) + 1):
         end = ends.get(len(runs) - 1 - part, start) if part < len(runs) else len(tracker.history)
@@ -179,21 +177,21 @@ def _measure(
 
 
 def note(ends: dict[int, int], number: int, tracker: MemoryTracker, gradient: Tensor) -> None:
-    """Record the position in the tracker's history at which the first gradient of run `number` is complete."""
+    """Set `ends[number]` to the current length of the tracker's history, unless it is already set."""
     ends.setdefault(number, len(tracker.history))
 
 
 def note_gradient(
     noted: Callable[[Tensor], None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Call `noted` with the gradient of each input of a module as soon as this gradient is complete."""
+    """Register `noted` as a gradient hook on each input tensor of a module."""
     for tensor in _tensors((args, kwargs)):
         if tensor.requires_grad:
             tensor.register_hook(noted)
 
 
 def _sum(output: Any) -> Tensor:
-    """Return the default loss, which is the sum of all floating-point tensors in `output`."""
+    """Return the default loss: the sum of all floating-point tensors in `output`."""
     return torch.stack([one.sum() for one in _tensors(output) if one.is_floating_point()]).sum()
 
 
@@ -202,8 +200,5 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def clear_gradient(parameter: Tensor) -> None:
-    """Release the gradient of `parameter`.
-
-    In training, `parallel.bucket` copies the gradient into a buffer, which is counted separately.
-    """
+    """Release the gradient of `parameter`."""
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""The planner's input: a workload and a machine."""
+"""The input of the planner: a workload and a machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ plan` measures both.
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The memory and the speeds available to each rank of a machine when all ranks compute.
+    """The memory and the speeds of each rank when all ranks of a machine compute.
 
     Args:
         memory: the bytes that a rank may use: the memory of its accelerator, or its share of the host's memory.
@@ -47,10 +47,10 @@ class Machine:
             None if `bandwidth` also applies between hosts.
         host_link: bytes per second between an accelerator and the memory of its host.
         disk: the disk bandwidth of a host, shared by its ranks; None for a machine without a disk.
-        process, libraries: bytes of a process without a model: its private pages, and the file pages shared by all
-            ranks of a host.
+        process, libraries: the bytes of private pages of a process without a model, and the bytes of file pages that
+            all ranks of a host share.
         hosts: the number of hosts, with the same number of ranks on each.
-        shared: whether the ranks of a host share memory, and so keep one copy of identical weights.
+        shared: whether the ranks of a host share memory, so that they keep only one copy of identical weights.
         overlap: whether communication overlaps computation; False if the same cores run both.
         host: whether `memory` is host memory, which also stores checkpoint copies and states offloaded to the host.
 
@@ -87,7 +87,7 @@ class Machine:
         return rank * self.hosts // ranks
 
     def members_by_host(self, members: Sequence[int], ranks: int) -> dict[int, list[int]]:
-        """Return a dict that maps the index of each host (see `host_of`) to the members of the group on this host."""
+        """Return a dict that maps the index of each host (see `host_of`) to its ranks among `members`."""
         found: dict[int, list[int]] = {}
         for member in members:
             found.setdefault(self.host_of(member, ranks), []).append(member)
@@ -96,11 +96,12 @@ class Machine:
     def bandwidth_among(self, members: Sequence[int], ranks: int, sent_fraction: float = 1.0) -> float:
         """Return the bus bandwidth of a group of ranks.
 
-        The result is at most the machine's `bandwidth`.  If the group spans hosts, the members on each host
-        divide the traffic to other hosts among themselves.  The result is then also at most `host_bandwidth` times the
-        number of members on the host with the fewest members.
+        On one host, the result is `bandwidth`.  Between hosts, it is also limited to `host_bandwidth` times the
+        smallest number of members on a host, because these members divide the traffic to other hosts among
+        themselves.
 
-        With compression, only the fraction `sent_fraction` of the bytes is sent between hosts.
+        Args:
+            sent_fraction: the fraction of the bytes that remains after the compression of traffic between hosts.
         """
         counts = [len(each) for each in self.members_by_host(members, ranks).values()]
         if len(counts) == 1:
@@ -123,9 +124,10 @@ class Workload:
         checkpoints: whether copies of weights and states are kept in host memory (`farandole train`).
         block_by_block: whether the model is created block by block, never in full (`parallelize` of a model on the meta
             device).
-        applied: whether `model` already has the adapters and the shards of a plan, as in the result of `split`.
-        mesh, layouts, rank: if ranks have different shards of a model, the mesh, the layouts, and the rank that has
-            `model`.  By default, ranks differ only in their samples.
+        applied: whether the adapters and the sharding of a plan are already applied to `model`, as in the result of
+            `split`.
+        mesh, layouts, rank: the mesh, the layouts and the rank of `model`, if ranks have different shards.  By default,
+            ranks differ only in their samples.
         sent: the list to which collectives of the model append the bytes that the rank sends.
     """
 
@@ -143,7 +145,7 @@ class Workload:
     sent: Sent | None = None
 
     def split(self, plan: Plan, ranks: int, hosts: int = 1) -> Workload:
-        """Return the workload of rank 0 under `plan`, with the plan's adapters and the rank's shards of the model.
+        """Return the workload of rank 0, with the adapters of `plan` and the rank's shards of the model.
 
         The model is not divided into stages (`planner.pipeline`).
 

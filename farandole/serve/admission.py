@@ -1,4 +1,4 @@
-"""Limit the running sequences and the prompt tokens of a step, so that measured step times meet a target.
+"""Limit the number of running sequences and of prompt tokens per step to meet target latencies.
 
 The duration of a step is modeled as
 
@@ -70,8 +70,8 @@ class StepTimes:
     Old measurements are forgotten only in the direction of a new measurement, so steps without prompts do not change
     the coefficient for prompts.  Errors are relative to the predicted time.  Coefficients are never negative.  Before a
     measurement is added, all coefficients are multiplied by 1 + speed x (measured / predicted - 1), to follow the
-    machine's speed.  The mean of this factor is 1, because in a least-squares fit the mean of measured / predicted is
-    1.  A factor with another mean would gradually change the coefficients that the measurements do not determine.
+    machine's speed.  In a least-squares fit, the mean of measured / predicted is 1, so the mean of this factor is 1,
+    too.  Otherwise, coefficients that the measurements do not determine would drift.
 
     L. Cao and H. Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix",
     Automatica 36 (2000).
@@ -119,7 +119,7 @@ class StepTimes:
             self._restart()
 
     def _update(self, row: np.ndarray, measured: float) -> None:
-        """Update the solution with a measurement; `row` and `measured` are divided by the predicted duration."""
+        """Add a measurement; `row` and `measured` are relative to the predicted duration."""
         known = self._information @ row
         information = self._information - (1 - self._forgetting) / (row @ known) * np.outer(known, known)
         information += np.outer(row, row)
@@ -129,7 +129,7 @@ class StepTimes:
         self._information, self._solution = information, solution
 
     def _restart(self) -> None:
-        """Discard the earlier measurements, which no longer determine a solution, and keep the last coefficients."""
+        """Discard the measurements, which no longer determine a solution, but keep the coefficients."""
         if not np.isfinite(self._constrained).all():
             self._constrained = np.zeros(3)
         self._solution, self._steps = self._constrained.copy(), 0
@@ -141,7 +141,7 @@ class StepTimes:
 
 
 def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
-    """Return the solution with the smallest squared error among those without negative coefficients."""
+    """Return the least-squares solution without negative coefficients."""
     if solution.min() >= 0:
         return solution
     # in lists, because numpy's calls take longer than the arithmetic on three coefficients
@@ -159,7 +159,7 @@ def _nonnegative(information: np.ndarray, solution: np.ndarray) -> np.ndarray:
 
 
 def _partial_solutions(matrix: list[list[float]], right: list[float]) -> Iterator[list[float]]:
-    """Yield the best solution for each choice of one or two coefficients, with zero for the other coefficients."""
+    """Yield the least-squares solution for each choice of one or two nonzero coefficients."""
     for i in range(3):
         candidate = [0.0, 0.0, 0.0]
         candidate[i] = right[i] / matrix[i][i]
@@ -173,7 +173,7 @@ def _partial_solutions(matrix: list[list[float]], right: list[float]) -> Iterato
 
 
 class Rate:
-    """A ratio of two sums in which the weight of old terms decreases exponentially.
+    """A ratio of two sums whose old terms decay exponentially.
 
     Args:
         numerator, denominator: the initial terms, which determine the ratio until there are measurements.
@@ -197,7 +197,7 @@ class Rate:
 class Admission:
     """Limits the number of running sequences and the number of prompt tokens in a step.
 
-    With targets, each limit is at most twice the largest number of sequences or prompt tokens in a measured step.
+    With target latencies, each limit is at most twice the largest number in any step so far.
 
     Args:
         target: the target latencies.
@@ -215,11 +215,10 @@ class Admission:
     def observe(
         self, decodes: int, prompt_tokens: int, seconds: float, *, selected: int = 0, ended: int = 0
     ) -> None:
-        """Add a measured step.
+        """Update the estimates with the measurements of a step.
 
         Args:
-            decodes: the number of tokens computed for sequences that decode.  For each such sequence, the step computes
-                the last token and the proposed tokens.
+            decodes: the number of tokens computed for decoding sequences, including proposed tokens.
             prompt_tokens: the number of prompt tokens.
             seconds: the duration of the step.
             selected: the number of sequences for which a token was selected.
@@ -235,8 +234,8 @@ class Admission:
     def max_running(self) -> int:
         """Return the maximum number of running sequences, at least 1.
 
-        The limit assumes a steady state, in which each running sequence decodes one token per step.  It reserves a part
-        of each step for the prompts of new sequences, which replace sequences that end.
+        The limit assumes that each running sequence decodes one token per step, and reserves time for the prompts of
+        new sequences.
         """
         step = MARGIN * self.target.step
         if step == math.inf:
@@ -247,7 +246,7 @@ class Admission:
         return max(1, int(min(self._max_running, 2 * self._most_decodes, fits)))
 
     def prompt_budget(self, decodes: int) -> int:
-        """Return the maximum number of prompt tokens in a step with `decodes` decoding sequences."""
+        """Return the maximum number of prompt tokens in a step that also decodes `decodes` tokens."""
         most = self._token_budget - decodes
         step = MARGIN * (self.target.step if decodes else self.target.first_step)
         if step == math.inf:
@@ -259,7 +258,7 @@ class Admission:
     def proposal_budget(self, decodes: int) -> int:
         """Return the maximum number of proposed tokens to verify in a step with `decodes` decoding sequences.
 
-        At least half of the remaining tokens of the step are reserved for prompts.
+        At least half of the remaining token budget is reserved for prompts.
         """
         most = max(self._token_budget - decodes, 0) // 2
         step = MARGIN * self.target.step

@@ -38,7 +38,7 @@ def generate_file(
     defaults: Sampling,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> int:
-    """Generate text for each line of `input_file`, and write the results to `output_file`, one per line and in order.
+    """Generate text for each line of `input_file`, and write the results to `output_file`.
 
     Lines that are already in the output file are not generated again.  Line i is sampled with the seed of `defaults`
     plus i, so an interrupted run writes the same lines as an uninterrupted run.

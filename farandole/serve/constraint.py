@@ -36,7 +36,7 @@ class Matcher:
         self.core = core
 
     def add(self, token: int) -> bool:
-        """Add a token; return True if the text is now complete and no token can follow."""
+        """Add a token, and return whether the text is complete and no token can follow."""
         self.core.consume_token(token)
         return bool(self.core.is_stopped())
 
@@ -96,11 +96,8 @@ class Grammars:
             return Matcher(core.deep_copy())
 
     def _load(self) -> None:
-        """Load llguidance and the tables of the vocabulary.
-
-        The first constrained request calls this method, because building the tables of a large vocabulary takes about
-        1 s.
-        """
+        """Load llguidance and the tables of the vocabulary."""
+        # only for the first constrained request, because building the tables of a large vocabulary takes about 1 s
         with optional_import():
             import llguidance
         text = self._tokenizer.to_str()
@@ -120,7 +117,7 @@ class Grammars:
 
 
 def _grammar_of(sampling: Sampling) -> tuple[str, str]:
-    """Return the name of the field of `sampling` that contains the constraint, and the llguidance grammar for it."""
+    """Return the name of the constraint's field in `sampling`, and the constraint as an llguidance grammar."""
     from llguidance import LLMatcher
 
     if sampling.regex is not None:

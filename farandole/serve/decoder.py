@@ -84,7 +84,7 @@ class _Step(ctypes.Structure):
 
 
 class FusedDecoder:
-    """Computes the steps of a model whose weights no longer change; use `of` to create a decoder.
+    """Computes the steps of a model whose weights no longer change.  Use `of` to create a decoder.
 
     Args:
         model: a model for which `_is_supported` returns True.
@@ -132,7 +132,7 @@ class FusedDecoder:
         Args:
             memory: the KV cache.
             tokens, positions: int64 of shape (tokens).
-            table: int32 of shape (tokens, blocks), the blocks of each token's sequence.
+            table: int32 of shape (tokens, blocks), the KV cache blocks of each token's sequence.
             selected: the indices of the tokens whose logits are required.
         """
         core = native.library()
@@ -155,10 +155,8 @@ class FusedDecoder:
         return logits
 
     def _use(self, memory: Memory) -> None:
-        """Point the layers to the keys and values of `memory`.
-
-        When the size of `memory` changes, its tensors are replaced, so the layers must be pointed to the new tensors.
-        """
+        """Set the pointers of the layers to the keys and values in `memory`."""
+        # when the size of `memory` changes, its tensors are replaced
         if self._keys is memory.keys:
             return
         self._keys = memory.keys
@@ -197,16 +195,13 @@ class FusedDecoder:
         )
 
     def _float(self, values: Tensor) -> int:
-        """Keep `values` alive as a contiguous fp32 tensor, and return the address of this tensor."""
+        """Convert `values` to a contiguous fp32 tensor, keep this tensor alive, and return its address."""
         self._tensors.append(values.detach().float().contiguous())
         return self._tensors[-1].data_ptr()
 
 
 def _is_supported(model: Transformer) -> bool:
-    """Return whether the C core supports `model`.
-
-    All layers must have the same properties, and no layer and no part of the head may be sharded over ranks.
-    """
+    """Return whether the C core supports `model`."""
     blocks: list[Any] = list(model)
     layers, head = blocks[1:-1], blocks[-1]
     if not layers or not _is_plain(head, Head) or head.vocabulary is not WHOLE or not _is_norm(head.norm):
@@ -244,10 +239,8 @@ def _is_norm(module: Any) -> bool:
 
 
 def _is_plain(module: Any, kind: type[nn.Module]) -> bool:
-    """Return whether `module` has exactly the type `kind`, its `forward` is not replaced, and it has no forward hooks.
-
-    Tensor parallelism, for example, replaces `forward`.
-    """
+    """Return whether `type(module)` is `kind`, its `forward` is not replaced, and it has no forward hooks."""
+    # tensor parallelism, for example, replaces `forward`
     return type(module) is kind and not (
         "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     )

@@ -1,7 +1,7 @@
 """Normalization, gated activation and rotary embedding, each in one call to the C core, for fp32 and bf16.
 
-Each function takes the same arguments as the model's own function, and returns None if the core does not support them.
-For bf16 arguments, the result is computed in fp32 and rounded once.
+Each function takes the same arguments as the corresponding model function, and returns None if the core does not
+support the arguments.  For bf16 arguments, the result is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations

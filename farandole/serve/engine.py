@@ -7,11 +7,9 @@
             print(output.request, output.tokens, output.finish_reason)
 
 A step consists of scheduling, running the model and post-processing.  There are no separate prefill and decode phases.
-For each sequence, the engine keeps the tokens and the number of computed tokens.  Each step computes the next tokens
-of some sequences, at most `token_budget` tokens in total.  First, it computes one token of every sequence that
-decodes, plus the proposed tokens of this sequence (`speculation/speculator.py`).  Then, it computes tokens of
-prompts, in order of arrival.  Requests can therefore join the running batch between any two steps.  A long prompt is
-divided among several steps, and the sequences that decode advance in all of these steps.
+Each step computes at most `token_budget` tokens: first one token of every decoding sequence plus its proposed tokens
+(`speculation/speculator.py`), and then tokens of prompts, in order of arrival.  Requests can therefore join the batch
+between any two steps.  A long prompt is divided among several steps, in which the decoding sequences also advance.
 
 In fp32, the greedy tokens of a request, and the logits from which they are selected, do not depend on the other
 requests or on proposed tokens (`rows.py`).
@@ -51,7 +49,10 @@ SPECULATE = ("off", "lookup", "draft")
 
 
 class QueueFullError(Exception):
-    """Raised if the queue is full or the time to first token would exceed its target; retry after `retry_after` seconds."""
+    """Raised if the queue is full or the time to first token would exceed its target.
+
+    Retry after `retry_after` seconds.
+    """
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -302,7 +303,7 @@ class GenerationEngine:
         return stops if sampling.ignore_eos else stops | self.end_tokens
 
     def add(self, prompt: Sequence[int], sampling: Sampling | None = None) -> int:
-        """Add a request, and return its number.
+        """Add a request, and return its ID.
 
         Raises:
             RequestError: if the engine cannot serve the request.
@@ -353,7 +354,7 @@ class GenerationEngine:
         )
 
     def cancel_all(self) -> list[int]:
-        """Remove all requests, and return their numbers."""
+        """Remove all requests, and return their IDs."""
         numbers = sorted({each.request for each in [*self._running, *self._waiting]})
         for number in numbers:
             self.cancel(number)
@@ -394,7 +395,11 @@ class GenerationEngine:
         return outputs
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if the KV cache is in use without a running sequence, or its counts are inconsistent."""
+        """Check that the KV cache is consistent, and unused if no sequence is running.
+
+        Raises:
+            RuntimeError: if the check fails.
+        """
         self.store.check()
         if not self._running and self.store.used:
             raise RuntimeError(
@@ -404,7 +409,7 @@ class GenerationEngine:
     # ---- schedule ----
 
     def _propose(self) -> None:
-        """Propose the next tokens of sequences that decode."""
+        """Propose the next tokens of decoding sequences."""
         if self._speculator is None:
             return
         decoding = [each for each in self._running if each.remaining == 1]
@@ -421,10 +426,7 @@ class GenerationEngine:
             self.metrics.proposed_tokens += len(proposal)
 
     def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """Move waiting sequences into the batch, and return the sequences to advance.
-
-        Each sequence is returned with the number of its tokens to compute in this step, including proposed tokens.
-        """
+        """Move waiting sequences into the batch, and return the sequences and token counts to compute."""
         plan = [(each, 1 + len(each.proposed)) for each in self._running if each.remaining == 1]
         budget = self.admission.prompt_budget(sum(count for _, count in plan))
         for sequence in self._running:
@@ -583,7 +585,7 @@ class GenerationEngine:
         )
 
     def _add_prompt_logprobs(self, sequence: _Sequence, span: Span, logits: Tensor) -> None:
-        """Add log-probabilities of prompt tokens: row i of `logits` is for the token after token i of `span`."""
+        """Add log-probabilities of prompt tokens: row i of `logits` predicts the token after token i of `span`."""
         first = span.start + 1
         following = sequence.tokens[first : min(span.start + len(span.tokens) + 1, sequence.prompt)]
         if following:
@@ -591,7 +593,7 @@ class GenerationEngine:
             sequence.prompt_logprobs += logprobs_of(logits[: len(following)], following, top)
 
     def _remove(self, sequence: _Sequence, reason: str) -> None:
-        """Remove a running sequence, release its memory, and record `reason` and the times in the metrics."""
+        """Remove a running sequence, release its memory, and update the metrics."""
         assert sequence.blocks is not None and sequence.draw is not None
         self._running.remove(sequence)
         self.store.release(sequence.blocks)
@@ -611,5 +613,5 @@ class GenerationEngine:
 
     @staticmethod
     def _positions(prompt: int, most: int) -> int:
-        """Return the number of positions that a sequence needs in the KV cache; the last generated token needs none."""
+        """Return the number of KV cache positions of a sequence; the last generated token needs none."""
         return prompt + max(most - 1, 0)

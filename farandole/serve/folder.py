@@ -38,7 +38,7 @@ class ModelFolder:
         template: the chat template, or None.
         no_template: the reason why `template` is None, or an empty string.
         adapters: the LoRA adapters by name.
-        weights: "int8" to compute matrix products with int8 weights, or "" for the weights of the model; see `Runner`.
+        weights: "int8" to compute matrix products with int8 weights, or "" to use the weights of the model; see `Runner`.
         largest: the argument `largest` of `Runner`, if the model is sharded over ranks.
     """
 
@@ -167,7 +167,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _end_tokens(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end-of-sequence tokens: from the first configuration file that contains any, or from the tokenizer."""
+    """Return the end-of-sequence tokens from the configuration files, or else from the tokenizer."""
     for name in ("generation_config.json", CONFIG):
         if (path / name).is_file():
             ends: Any = json.loads((path / name).read_text()).get("eos_token_id")

@@ -71,12 +71,13 @@ class LLM:
 
     With `tensor` above 1, the model is sharded across several ranks.  Without a launcher, this process is rank 0 and
     starts the other ranks, which exit when this process exits or calls `close`.  While the other ranks exist, this
-    process uses the same number of threads as each of them (`torch.set_num_threads`).
+    process uses as many threads as each of the other ranks (`torch.set_num_threads`).
 
-    Several streams can be open at the same time; they share the batch.  Only one thread at a time may call the LLM.
+    Several streams can be open at the same time; their sequences share batches.  Only one thread at a time may call
+    the LLM.
 
-    Under a launcher, all ranks of the job run the same program.  The constructor, `generate`, `stream` and `close` are
-    then collective calls, which use the prompts and parameters of rank 0 and return the results on every rank.
+    Under a launcher, all ranks of the job run the same program, and must call the constructor, `generate`, `stream`
+    and `close`.  These calls use the prompts and parameters of rank 0, and return the results on every rank.
 
     Args:
         folder: a Hugging Face folder, a checkpoint, a run, or a folder of runs.
@@ -144,7 +145,7 @@ class LLM:
     def close(self) -> None:
         """Stop the other ranks, if any.  Afterwards, the LLM can no longer generate.
 
-        Under a launcher, this method does not return on other ranks before rank 0 calls it.
+        Under a launcher, the other ranks wait in this method until rank 0 calls it.
         """
         self._ranks.close()
 
@@ -190,7 +191,7 @@ class LLM:
         Raises:
             RequestError: if a prompt is too long or a parameter is out of range.  In this case, no text is generated.
             TypeError: if both `sampling` and its fields are given.
-            RanksFailed: if a rank fails; the message names the rank.  The LLM must then be created again.
+            RanksFailed: if a rank fails; the message names the rank.  A new LLM must then be created.
         """
         return list(self.stream(prompts, sampling, **parameters))
 
@@ -202,7 +203,7 @@ class LLM:
         progress: Callable[[Sequence[Output]], None] | None = None,
         **parameters: Any,
     ) -> Iterator[Generation]:
-        """Yield the results in order, each as soon as it and all earlier results are complete.
+        """Yield the results in the order of the prompts, without waiting for later results.
 
         Args:
             sampling: the sampling parameters of all prompts, or a sequence with the parameters of each prompt.
@@ -238,7 +239,7 @@ class LLM:
             yield found
 
     def _received(self) -> Iterator[Generation]:
-        """Run steps together with rank 0, and yield the results that rank 0 shares."""
+        """Run steps together with rank 0, and yield the results that rank 0 sends."""
         while (found := self._ranks.receive()) is not None:
             if isinstance(found, RequestError):
                 raise found

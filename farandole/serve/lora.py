@@ -38,9 +38,10 @@ def parse_adapters(lora: Sequence[str]) -> dict[str, Path]:
 
 
 def read_adapters(model: nn.Module, folders: Mapping[str, str | Path]) -> dict[str, Adapter]:
-    """Read adapters in PEFT format for a model, whose parameters may be on the meta device.
+    """Read LoRA adapters in PEFT format for a model.
 
     Args:
+        model: the model; its parameters may be on the meta device.
         folders: the adapters' folders, keyed by name.
 
     Raises:

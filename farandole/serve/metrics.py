@@ -34,8 +34,8 @@ class Family:
 
     Args:
         kind: "counter", "gauge" or "histogram".
-        values: pairs of a suffix to append to `name`, such as `_count` or `{reason="stop"}`, and a value.
-        adds: whether values of several engines can be added.
+        values: (suffix, value) pairs.  The suffix, such as `_count` or `{reason="stop"}`, is appended to `name`.
+        adds: whether the values of several engines can be added.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Metrics:
         """Return all metrics.
 
         Args:
-            running, waiting: the number of sequences in the batch, and the number that wait to join the batch.
-            used, capacity: the number of used token positions in the KV cache, and the total number of positions.
+            running, waiting: the numbers of running and waiting sequences.
+            used, capacity: the number of used token positions in the KV cache, and the total number.
             moves: the number of times that a sequence was moved in the KV cache.
             limit: the current maximum number of running sequences.
             step: the coefficients of `admission.StepTimes`.
@@ -184,10 +184,10 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 
 def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
-    """Return the sums over all replicas, followed by the metrics of each replica.
+    """Return the metrics summed over all replicas, followed by the metrics of each replica.
 
-    Metrics whose values cannot be added have no sum.  The names of a replica's metrics start with `replica_`, and their
-    values have the label `replica`.
+    Metrics whose values cannot be added have no sum.  The metrics of a replica have the prefix `replica_` and the label
+    `replica`.
     """
     sums, own = [], []
     for alike in zip(*replicas, strict=True):
@@ -205,5 +205,5 @@ def of_replicas(replicas: Sequence[Sequence[Family]]) -> list[Family]:
 
 
 def _with_label(end: str, label: str) -> str:
-    """Return `end`, a suffix to append to a metric's name, with an additional label."""
+    """Add a label to `end`, the suffix of a metric's name."""
     return f"{end[:-1]},{label}}}" if end.endswith("}") else f"{end}{{{label}}}"

@@ -47,16 +47,14 @@ class Sampling:
         max_tokens: the maximum number of generated tokens; None for as many as the context allows.
         min_tokens: the minimum number of tokens before an end-of-sequence token or a stop token can be generated.
         temperature: the sampling temperature; 0 selects the most likely token.
-        top_k: the number of most likely tokens to sample from; 0 for all.  Tokens as likely as the least likely of
-            them are also kept.
-        top_p: a probability; the tokens to sample from are the smallest set of most likely tokens whose total
-            probability reaches `top_p`.
+        top_k: the number of most likely tokens to sample from; 0 for all.  With ties, more tokens are kept.
+        top_p: sample from the smallest set of most likely tokens whose total probability reaches `top_p`.
         min_p: the minimum probability of the tokens to sample from, relative to the probability of the most likely
             token.
         repetition_penalty: a number that divides the positive logits and multiplies the negative logits of tokens in
             the prompt or the output.
         presence_penalty, frequency_penalty: numbers that are subtracted from the logits of generated tokens:
-            `presence_penalty` once per token, and `frequency_penalty` once per occurrence.
+            `presence_penalty` once per distinct token, and `frequency_penalty` once per occurrence.
         seed: with the same seed, a request gets the same tokens.
         n: the number of sequences to generate for the prompt.
         logprobs: the number of most likely tokens to report with log-probabilities; None for no log-probabilities.
@@ -66,9 +64,9 @@ class Sampling:
         stop: strings that end the sequence; they are not part of the returned text.
         stop_token_ids: tokens that end the sequence.
         ignore_eos: whether the sequence continues after the model's end-of-sequence tokens.
-        json_schema: a schema; the text is JSON that conforms to it.
-        regex: a regular expression that the whole text matches.
-        grammar: a grammar that accepts the text, in llguidance's variant of Lark's syntax.  At most one of
+        json_schema: a JSON schema to which the text must conform.
+        regex: a regular expression that the whole text must match.
+        grammar: a grammar that the text must match, in llguidance's variant of Lark's syntax.  At most one of
             `json_schema`, `regex` and `grammar` is allowed.  A constrained text that reaches `max_tokens` can be
             incomplete.
         lora: the name of the LoRA adapter to apply; None for the base model.
@@ -169,12 +167,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of a token in nats.
+    """The log-probability of a token, in nats.
 
     Args:
         token: the token.
         logprob: its log-probability.
-        top: the most likely tokens with their log-probabilities, in descending order.
+        top: the most likely tokens with their log-probabilities, most likely first.
     """
 
     token: int
@@ -230,7 +228,7 @@ class Progress:
         prompt: the number of tokens in the prompt.
         generated: the number of generated tokens.
         most: the maximum number of generated tokens.
-        stored: the number of the sequence's positions in the KV cache.
+        stored: the number of the sequence's tokens in the KV cache.
         blocks: the indices of the sequence's blocks in the store.
     """
 

@@ -1,17 +1,17 @@
-"""Compute each row of a batch so that every bit of the result is independent of the other rows.
+"""Compute the rows of a batch so that each result is bitwise independent of the other rows.
 
-A library selects the algorithm for a matrix product by the number of rows, and algorithms sum in different orders.
+A library selects a matrix-product algorithm based on the number of rows, and algorithms sum in different orders.
 Vectorized functions such as `exp` compute the last elements of a tensor with a different approximation.  Without
 `IndependentRows`, the logits of a request would therefore depend on the other requests in its batch.  Within
 `IndependentRows`, for fp32,
 
 - `F.linear` sums in an order that depends on the weight only, and adds the updates of the rows' LoRA adapters;
-- activations and trigonometric functions run on whole vectors.
+- activations and trigonometric functions run on whole SIMD vectors.
 
 Normalization, softmax and additions are already independent.  `ragged_attention` computes each query separately.
 
-The C core computes products, attention, normalization, gated activations and rotations.  If the C core is missing,
-torch computes products of 16 rows, and attention for one query at a time, which is slow.
+The C core computes products, attention, normalization, gated activations and rotary embeddings.  Without the C core,
+torch computes products of 16 rows at a time, and attention for one query at a time, which is slow.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ELEMENTWISE = (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid, Tensor.cos, Tenso
 
 
 def weight_key(weight: Tensor) -> WeightKey:
-    """Return the key of a weight."""
+    """Return the address and the shape of a weight, as a dictionary key."""
     return weight.data_ptr(), weight.shape
 
 
@@ -74,7 +74,7 @@ class Packed:
 
     Args:
         version: the counter `_version` of the weight when it was packed.
-        scales: fp32 of shape (outputs), the factors of int8 values.
+        scales: fp32 of shape (outputs), the scale of each output's int8 values; None for other types.
     """
 
     version: int
@@ -87,10 +87,10 @@ class IndependentRows(TorchFunctionMode):
     """A context manager that makes each row of a model's fp32 results on the CPU independent of the other rows.
 
     The context manager keeps a packed copy of each weight.  In bf16, torch computes products with more than
-    `MAX_BF16_ROWS` rows, because torch computes these products faster.
+    `MAX_BF16_ROWS` rows, because torch is then faster.
 
     Args:
-        use_core: whether to use the C core, by default if available.
+        use_core: whether to use the C core; None uses the core if available.
     """
 
     def __init__(self, use_core: bool | None = None) -> None:
@@ -152,16 +152,15 @@ class IndependentRows(TorchFunctionMode):
     def convert(
         self, weight: Tensor, kind: WeightType, *, release: bool, largest: Tensor | None = None
     ) -> None:
-        """Pack a weight (outputs, inputs) or weights (matrices, outputs, inputs) that no longer change.
-
-        Int8 values have a scale per output.
+        """Pack a weight that no longer changes.
 
         Args:
+            weight: (outputs, inputs) or (matrices, outputs, inputs).
             kind: INT8, or the type of the weight.
             release: whether to free the weight's memory.  The values of `weight` are then NaN, and `weight` can be used
                 only in products.
-            largest: for INT8, fp32 of shape (outputs) or (matrices, outputs): for each output, the absolute weight that
-                is stored as 127, by default the output's largest absolute weight.
+            largest: for INT8, the absolute value that is quantized to 127, for each output: fp32 of shape (outputs)
+                or (matrices, outputs).  The default is the output's largest absolute weight.
         """
         values = weight.detach()
         stack = values[None] if values.dim() == 2 else values
@@ -183,7 +182,7 @@ def largest_of(weight: Tensor) -> Tensor:
 
 
 def _pack(weight: Tensor, kind: WeightType, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the bytes of a weight in the core's format, and the scales of the outputs (None unless `kind` is INT8)."""
+    """Return a weight in the core's format, and the scales of its outputs if `kind` is INT8."""
     values, scales = weight.contiguous(), None
     if kind is WeightType.INT8:
         scales = (largest_of(values) if largest is None else largest) / 127
@@ -223,7 +222,7 @@ def _block_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _elementwise(func: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
-    """Apply `func` to whole vectors, in pieces of at most `PIECE` elements, which torch computes in one thread."""
+    """Apply `func` to whole SIMD vectors, in chunks that torch computes with one thread."""
     flat = x.reshape(-1)
     count = flat.numel()
     if count % VECTOR:
@@ -245,18 +244,18 @@ def ragged_attention(
     window: int | None = None,
     use_core: bool | None = None,
 ) -> Tensor:
-    """Return the attention of each query over the stored positions of its sequence.
+    """Return the attention output of each query over the KV cache of its sequence.
 
     Args:
         query: (queries, heads, width).
         keys: (blocks, key-value heads, tiles, width, 16), fp32 or bf16.
         values: (blocks, key-value heads, block length, value width), like `keys`.
-        table: int32 of shape (queries, maximum number of blocks), the blocks of each query's sequence.
+        table: int32 of shape (queries, maximum number of blocks), the block indices of each query's sequence.
         positions: int64 of shape (queries), the position of each query.  A query attends to the positions from 0 up
             to its own position.
         scale: the factor applied to the scores.
         window: the number of most recent positions that a query attends to.
-        use_core: whether to use the C core, by default if available.
+        use_core: whether to use the C core; None uses the core if available.
 
     Returns:
         (queries, heads, value width).
@@ -317,7 +316,7 @@ def write_positions(
     positions: Tensor,
     use_core: bool | None = None,
 ) -> None:
-    """Store `key` and `value` of shape (rows, heads, width) at their positions; see `ragged_attention`."""
+    """Store `key` and `value` (rows, heads, width) in `keys` and `values`; see `ragged_attention`."""
     kv_heads, length, value_width = values.shape[1:]
     if native.available() if use_core is None else use_core:
         key = key if key.stride(2) == 1 else key.contiguous()
@@ -335,7 +334,7 @@ def write_positions(
 
 
 def check_status(status: int) -> None:
-    """Raise MemoryError if the status of a kernel is an error."""
+    """Raise MemoryError if `status`, returned by a kernel, is an error."""
     if status != native.Status.OK:
         raise MemoryError(
             f"a kernel of the C core failed with {native.Status(status).name}: out of memory; use a smaller batch"

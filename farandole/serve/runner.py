@@ -39,7 +39,7 @@ WEIGHTS = ("int8",)
 
 
 def check_weights(weights: str) -> None:
-    """Raise RequestError if `weights` is not a type that weights can be converted to."""
+    """Raise RequestError if `weights` is not a supported weight type."""
     if weights not in WEIGHTS:
         raise RequestError("weights", f"expected one of {', '.join(WEIGHTS)}, got {weights!r}")
 
@@ -80,7 +80,7 @@ class _StepCache(KeyValueCache):
         self._layer = 0
 
     def append(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store `key` and `value`, of shape (1, heads, tokens, width), for a layer, and return both unchanged."""
+        """Store `key` and `value` (1, heads, tokens, width) for `layer`, and return both unchanged."""
         self._layer = self._layers[layer]
         keys, values = self._memory.keys[self._layer], self._memory.values[self._layer]
         write_positions(
@@ -104,7 +104,7 @@ class _StepCache(KeyValueCache):
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        """Return the attention output (1, heads, tokens, value width) for the layer of the preceding `append`."""
+        """Return the attention output (1, heads, tokens, value width) for the layer of the last `append`."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
         keys, values = self._memory.keys[self._layer], self._memory.values[self._layer]
         mixed = ragged_attention(
@@ -138,12 +138,12 @@ class Runner:
 
     Args:
         model: a decoder on the CPU, whose weights no longer change.
-        use_core: whether to use the C core, by default if available.
+        use_core: whether to use the C core; None uses the core if available.
         adapters: the LoRA adapters, keyed by name.
         weights: "int8" to compute products with int8 weights and a scale per output, or "" to use the weights of
             `model`.
         owned: whether the runner may free weights of `model` after converting them to another format.
-        largest: for "int8", the result of `ModelShards.largest_weights`, if the inputs of some matrices are sharded.
+        largest: for "int8" and a sharded model, the result of `ModelShards.largest_weights`.
 
     Raises:
         RequestError: if the model's results would depend on the other sequences in a batch, or its weights cannot be
@@ -195,7 +195,7 @@ class Runner:
         self._fused = FusedDecoder.of(model, self._rows) if fuses else None
 
     def _check_weights(self, weights: str) -> None:
-        """Raise RequestError if the weights cannot be converted to the format `weights`."""
+        """Raise RequestError if `weights` is not a supported weight type, or if the C core is unavailable."""
         check_weights(weights)
         if not native.available() or self._use_core is False:
             raise RequestError("weights", f"{weights} requires the C core: {native.why_unavailable()}")
@@ -218,9 +218,10 @@ class Runner:
         return Memory(self.shapes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
-        """Compute the tokens of `spans`: store keys and values, and return fp32 logits (selected tokens, vocabulary).
+        """Run the model on `spans`, and store the keys and values in `memory`.  Call this method in inference mode.
 
-        Call this method in inference mode.
+        Returns:
+            fp32 logits (selected tokens, vocabulary); see `Span.logits`.
         """
         tokens, positions, table = _place(spans)
         selected: list[int] = []
@@ -243,7 +244,7 @@ class Runner:
         table: Tensor,
         selected: Sequence[int],
     ) -> Tensor:
-        """Store the keys and values of tokens, and return the logits of the selected tokens; see `FusedDecoder.run`."""
+        """Call the modules of the model one by one; see `FusedDecoder.run` for the arguments."""
         with self._rows:
             cache = _StepCache(memory, self._layers, positions, table, self._use_core)
             info = SequenceInfo(positions=positions[None], cache=cache)
@@ -258,11 +259,7 @@ class Runner:
             return logits[0].float()
 
     def _groups(self, spans: Sequence[Span], counts: Sequence[int]) -> list[tuple[Updates, Tensor]]:
-        """Return, for each adapter that the spans use, the updates and the indices of the rows that use it.
-
-        Args:
-            counts: the number of rows of each span.
-        """
+        """Return the LoRA updates and row indices of each adapter, given the number of rows of each span."""
         rows: dict[str, list[int]] = {}
         end = 0
         for span, count in zip(spans, counts, strict=True):
@@ -272,22 +269,18 @@ class Runner:
         return [(self.adapters[name], torch.tensor(numbers)) for name, numbers in rows.items()]
 
     def beat(self) -> None:
-        """Check that the ranks that compute with this process are alive."""
+        """Check that the other ranks of this model are alive."""
 
     def close(self) -> None:
-        """Stop the ranks that compute with this process."""
+        """Stop the other ranks of this model."""
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Return complete logits (tokens, vocabulary), given the logits of this rank's vocabulary shard."""
+        """Return complete logits (tokens, vocabulary), given the logits of this rank's shard."""
         return logits
 
 
 def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of all spans, their positions, and their blocks.
-
-    The tokens and positions are int64 of shape (tokens).  The blocks are int32 of shape (tokens, blocks): each row
-    contains the blocks of the token's sequence, padded with zeros.
-    """
+    """Return, for each token in `spans`, the token, its position and its sequence's blocks, zero-padded."""
     most = max(len(span.blocks) for span in spans)
     tokens, positions, table = array("q"), array("q"), array("i")
     for span in spans:
@@ -301,7 +294,7 @@ def _place(spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _updates(model: nn.Module, adapter: Adapter) -> Updates:
-    """Return the matrices of `adapter`, keyed by the `weight_key` of the weight that they update."""
+    """Return a dict that maps the `weight_key` of each updated weight to its matrices A and B."""
     return {
         weight_key(model.get_parameter(f"{path}.weight")): (a.contiguous(), b.contiguous())
         for path, (a, b) in adapter.items()

@@ -40,7 +40,7 @@ class Draw:
 
 @dataclass(eq=False)
 class _Batch:
-    """The parameters of a batch as tensors (sequences, 1), which are recomputed only when the batch changes."""
+    """The sampling parameters of a batch, as tensors (sequences, 1)."""
 
     draws: list[Draw]
     temperature: Tensor = field(init=False)
@@ -75,7 +75,7 @@ class Sampler:
 
     Args:
         vocabulary: the number of tokens.
-        table_rows: the maximum number of sequences, which is the number of rows of the tables.
+        table_rows: the maximum number of sequences.
         grammars: the grammars that compute the masks of constrained sequences.
     """
 
@@ -188,12 +188,12 @@ class Sampler:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Return the index of the largest value of each row, with numpy, because numpy uses vector instructions."""
+    """Return the index of the largest value of each row, computed by numpy, which uses vector instructions."""
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _uniform(draws: Sequence[Draw]) -> np.ndarray:
-    """Return a random number in [0, 1) for each sequence: a hash (splitmix64) of its seed, choice and token count."""
+    """Return a number in [0, 1) for each sequence: a splitmix64 hash of its seed, choice and token count."""
     with np.errstate(over="ignore"):
         state = np.array([draw.sampling.seed & (2**64 - 1) for draw in draws], np.uint64)
         for part in ([draw.choice for draw in draws], [draw.generated for draw in draws]):
@@ -209,7 +209,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """Return the log-probabilities of one token and of the `top` most likely tokens for each row of `logits`.
+    """Return, for each row, the log-probabilities of its token and of the `top` most likely tokens.
 
     Args:
         tokens: the token of each row.

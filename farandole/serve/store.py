@@ -7,9 +7,9 @@ Both stores keep, for each attention layer, two tensors of *blocks*:
 
 The tensors belong to the store's `Memory`; the store itself records only which blocks are in use.
 
-A sequence has a list of blocks.  In `SlotStore`, a sequence has one block, which is long enough for the longest
-sequence.  In `PageStore`, a block is a page of 16 positions, and sequences with the same first tokens share pages.
-Attention reads the blocks of both stores in the same way (`rows.ragged_attention`).
+In `SlotStore`, each sequence has one block.  All blocks have the same length, which suffices for the longest sequence.
+In `PageStore`, a block is a page of 16 positions, a sequence has a list of pages, and sequences with the same first
+tokens share pages.  Attention reads the blocks of both stores in the same way (`rows.ragged_attention`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ CHUNK = 256
 
 
 def fitting_positions(free: int, context: int, sequences: int, per_position: int) -> int:
-    """Return the default number of positions of a KV cache.
+    """Return the default size of a KV cache, in positions.
 
-    `sequences` sequences of `context` tokens fit in the cache, unless it would use more than half of the `free` bytes.
-    `per_position` is the number of bytes per position.
+    The cache fits `sequences` sequences of `context` tokens, but uses at most half of the `free` bytes.
+
+    Args:
+        per_position: the number of bytes per position.
     """
     return min(sequences * _round_up(context, CHUNK), free // 2 // per_position)
 
@@ -55,13 +57,13 @@ class LayerShape:
 
 @dataclass(eq=False)
 class Blocks:
-    """A sequence's blocks, owned by a store.
+    """The blocks of a sequence in a store.
 
     Args:
         most: the maximum number of positions of the sequence.
         numbers: the indices of the blocks, in the order of the positions.
-        stored: the number of positions with keys and values.
-        digests: the hash of the tokens up to the end of each complete page.
+        stored: the number of positions whose keys and values are stored.
+        digests: for each complete page, the hash of all tokens up to the end of the page.
         model: the name of the model that computes the keys and values.
     """
 
@@ -76,7 +78,7 @@ class Memory:
     """The tensors of a store.
 
     Args:
-        shapes: the shapes of the keys and values of each layer.
+        shapes: the sizes of each layer's keys and values.
     """
 
     def __init__(self, shapes: Sequence[LayerShape]) -> None:
@@ -86,7 +88,10 @@ class Memory:
         self.resize(0, 0, 0, 0)
 
     def resize(self, blocks: int, length: int, kept: int, stored: int) -> None:
-        """Allocate `blocks` blocks of `length` positions, and copy `stored` positions of the first `kept` blocks."""
+        """Allocate `blocks` blocks of `length` positions, and copy stored positions from the old blocks.
+
+        The first `stored` positions of each of the first `kept` old blocks are copied.
+        """
         old = self.keys, self.values
         self.keys = [
             torch.zeros(blocks, each.heads, length // TILE, each.key_width, TILE, dtype=each.dtype)
@@ -138,24 +143,26 @@ class Store(Protocol):
 
     @property
     def cached(self) -> list[int]:
-        """Return the unused blocks whose content can be shared."""
+        """Return the indices of the unused blocks whose content can be shared."""
         ...
 
     def add(self, tokens: Sequence[int], most: int, *, share: bool = True, model: str = "") -> Blocks | None:
-        """Add a sequence that needs at most `most` positions; return None if too little memory is free.
+        """Add a sequence of at most `most` positions, and return its blocks, or None if too little memory is free.
 
-        If other sequences began with the same tokens, the keys and values of some positions may already be stored, but
-        never the keys and values of the last token.  Positions are shared only among sequences with the same model name
-        `model`.
+        If an earlier sequence of model `model` started with the same tokens, the keys and values of the first
+        positions may already be stored.  The keys and values of the last token are never shared.
         """
         ...
 
     def reserve(self, blocks: Blocks, length: int) -> None:
-        """Allocate memory for the first `length` positions of a sequence; `length` is at most `blocks.most`."""
+        """Allocate memory for the first `length` positions of a sequence.
+
+        `length` must not exceed `blocks.most`.
+        """
         ...
 
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
-        """Record that the first `stored` positions have keys and values for `tokens`."""
+        """Record that the keys and values of the first `stored` tokens in `tokens` are stored."""
         ...
 
     def release(self, blocks: Blocks) -> None:
@@ -174,9 +181,9 @@ class Store(Protocol):
 class SlotStore:
     """A store with one contiguous slot per sequence.
 
-    Running sequences occupy the first slots.  When sequences end, sequences in the last slots move into the free slots,
-    with the smallest number of moves.  All slots grow to a multiple of `CHUNK` positions when the longest sequence
-    needs more, and are freed when no sequence is running.
+    `compact` moves sequences from the last slots into free slots, so that running sequences occupy the first slots.
+    All slots grow to a multiple of `CHUNK` positions when the longest sequence needs more positions.  The memory is
+    freed when no sequence is running.
 
     Args:
         memory: the tensors.
@@ -224,7 +231,7 @@ class SlotStore:
             self._grow(self._slots, _round_up(length, CHUNK))
 
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
-        """Record that the first `stored` positions have keys and values."""
+        """Record that the keys and values of the first `stored` tokens are stored."""
         blocks.stored = stored
 
     def release(self, blocks: Blocks) -> None:
@@ -259,7 +266,7 @@ class SlotStore:
                 )
 
     def _grow(self, slots: int, length: int) -> None:
-        """Enlarge the tensors to at least `slots` slots of `length` positions, and copy the stored positions."""
+        """Reallocate the tensors for more or longer slots, and copy the stored positions."""
         if (slots, length) == (self._slots, self.block_length):
             return
         fitting = self.capacity // max(length, CHUNK)
@@ -273,15 +280,15 @@ class SlotStore:
 
 
 class PageStore:
-    """A store with pages of 16 positions, which sequences with the same first tokens share.
+    """A store with pages of 16 positions.  Sequences with the same first tokens share pages.
 
-    Pages of removed sequences stay available for sharing until their memory is needed; the least recently used page is
+    Pages of removed sequences stay available for sharing until their memory is needed.  The least recently used page is
     reused first.
 
     Args:
         memory: the tensors.
         positions: the number of positions that fit in memory.
-        sharing: whether sequences share pages.
+        sharing: whether sequences can share pages.
     """
 
     unit = TILE
@@ -356,7 +363,7 @@ class PageStore:
             blocks.numbers.append(page)
 
     def commit(self, blocks: Blocks, tokens: Sequence[int], stored: int) -> None:
-        """Record that the first `stored` positions have keys and values, and offer complete pages for sharing."""
+        """Record that the keys and values of the first `stored` tokens are stored, and make complete pages shareable."""
         blocks.stored = stored
         first = len(blocks.digests)
         if not self._sharing or stored // TILE == first:
@@ -370,7 +377,10 @@ class PageStore:
                 self._page_of[digest], self._digest_of[page] = page, digest
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a sequence.  Its pages that can be shared stay cached; the last of these pages are evicted first."""
+        """Remove a sequence, and keep its shareable pages in the cache.
+
+        The last pages of the sequence are evicted first.
+        """
         self._reserved -= -(-blocks.most // TILE) - len(blocks.numbers)
         for page in reversed(blocks.numbers):
             self._users[page] -= 1
@@ -409,11 +419,7 @@ class PageStore:
 
 
 def _digests(tokens: Sequence[int], before: bytes) -> list[bytes]:
-    """Return the hash of each page: a hash of all tokens up to the end of the page.
-
-    Args:
-        before: the hash of the tokens before `tokens`, or the name of the model if there are none.
-    """
+    """Return the hash of each page, which depends on `before` and all tokens up to the end of the page."""
     found = []
     for start in range(0, len(tokens), TILE):
         content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + TILE])

@@ -1,4 +1,4 @@
-"""Convert tokens to text as they arrive, and find stop strings.
+"""Convert tokens to text as the tokens arrive, and find stop strings.
 
 A stop string is never part of the text.  Text that could be the beginning of a stop string is held back until more
 tokens have arrived.
@@ -13,12 +13,12 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Converts the tokens of one sequence to text, and finds the end of the text at a stop string.
+    """Converts the tokens of one sequence to text, and ends the text at a stop string.
 
     Args:
         stop: strings that end the sequence.
-        prompt: the tokens whose text the sequence continues; empty if the sequence starts a text.  Tokenizers such as
-            SentencePiece remove the space at the start of a text, but not at the start of a continuation.
+        prompt: the tokens before the sequence; empty if the sequence starts a text.  Tokenizers such as SentencePiece
+            remove the space at the start of a text, but not at the start of a continuation.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
@@ -31,10 +31,10 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that can now be shown.
+        """Add a token, and return the new text that can be shown.
 
-        Incomplete characters, and text that could be the beginning of a stop string, are held back.  If a stop string
-        was found, `stopped` is True afterwards.
+        Incomplete characters and possible beginnings of stop strings are held back.  After a stop string, `stopped` is
+        True.
         """
         self._tokens.append(token)
         try:
@@ -50,7 +50,7 @@ class TextStream:
         return len(self._decoded)
 
     def finish(self) -> str:
-        """Return the text that is still held back after the last token."""
+        """After the last token, return the text that is still held back."""
         return "" if self.stopped else self._rest()
 
     def _new_stream(self) -> DecodeStream:
@@ -81,7 +81,7 @@ class TextStream:
 
 
 def _last_complete(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Return a list with the last token of `prompt` whose text is complete and not empty, or an empty list."""
+    """Return a list with the last token of `prompt` that decodes to complete text, or an empty list."""
     for token in reversed(prompt):
         text = tokenizer.decode([token], skip_special_tokens=True)
         if text and "\ufffd" not in text:

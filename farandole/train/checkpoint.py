@@ -1,6 +1,6 @@
 """Write and load a run's checkpoints.
 
-`engine.save` writes the state in the background.  `run_folder` describes the other files.
+`engine.save` writes the state in the background.  Module `run_folder` describes the other files.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ The launcher kills all ranks 5.5 s after a failure.
 class CheckpointWriter:
     """Writes the checkpoints of `run` in the background, and keeps the newest `keep` checkpoints.
 
-    Each checkpoint contains copies of `files`.  A run that resumes from step `resumed_step` repeats the later steps, so
-    the checkpoints of later steps are moved to another folder.
+    Each checkpoint contains copies of `files`.  When a run resumes from step `resumed_step`, the checkpoints of
+    later steps are moved to another folder.
 
-    All ranks must call `save` and `wait` together.
+    `save` and `wait` are collective calls.
 
     Raises:
         CheckpointError: on all ranks, if a checkpoint cannot be written.  The next `save` or `wait` raises the error.
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
     @property
     def newest(self) -> Path:
-        """Return the folder of the checkpoint that was saved last, or is being written."""
+        """Return the folder of the newest checkpoint, which may still be incomplete."""
         return self._folder / folder_name(self._saved_step)
 
     @property
@@ -140,7 +140,7 @@ class CheckpointWriter:
                 pending.wait()
 
     def abandon(self) -> None:
-        """After a failure on this rank, wait briefly for a pending write, and remove a partial checkpoint."""
+        """After a failure on this rank, wait briefly for a pending write, and remove any partial checkpoint."""
         if self._pending is not None:
             self._pending.join(_ABANDON_S)
         if self._comm.rank == 0:
@@ -172,11 +172,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Return a context manager that handles the failure of a save.
-
-        If the save fails, remove the partial checkpoint, and raise an error on all ranks.  The error names the last
-        good checkpoint.
-        """
+        """Return a context manager that cleans up after a failed save and raises an error on all ranks."""
         try:
             yield
         except CheckpointError as error:

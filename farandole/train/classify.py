@@ -28,7 +28,7 @@ from farandole.train.tasks import Mean, Task
 def ClassifyTask(  # noqa: N802 - returns one of two classes
     config: TrainConfig, progress: Progress = lambda what, share: None
 ) -> Task:
-    """Create the text or image classification task, depending on the architecture of the model."""
+    """Create the task for the configured model: text classification for a BERT, or image classification for a ViT."""
     if not config.model.folder:
         raise ConfigError(
             "task='classify' requires a model to fine-tune; set the folder of a BERT or ViT model with model=FOLDER"
@@ -92,7 +92,7 @@ class TextClassification(Task):
         return {"accuracy": ((output.argmax(-1) == batch[1]).sum(), len(output))}
 
     def report(self, model: nn.Module) -> str:
-        """Return a line with the names of the classes, in the order of the classifier's outputs."""
+        """Return a line with the class names, in the order of the classifier's outputs."""
         return "classes: " + ", ".join(map(str, self.classes))
 
     def files(self) -> Mapping[str, Path]:
@@ -127,7 +127,7 @@ class ImageClassification(ImagesTask):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return an array with one element, the number of positions per image, which is the same for all images."""
+        """Return an array with one element: the number of positions in every image."""
         return np.array([self._positions])
 
     def build(self, config: TrainConfig) -> nn.Module:
@@ -135,7 +135,7 @@ class ImageClassification(ImagesTask):
         return open_folder_model(self._config, classes=len(self.classes))
 
     def report(self, model: nn.Module) -> str:
-        """Return a line with the names of the classes, in the order of the classifier's outputs."""
+        """Return a line with the class names, in the order of the classifier's outputs."""
         return "classes: " + ", ".join(self.classes)
 
     def files(self) -> Mapping[str, Path]:

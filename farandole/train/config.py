@@ -1,6 +1,6 @@
-"""Load and validate a run's configuration: a preset, a TOML file and `key=value` arguments.
+"""Load and validate a run's configuration from a preset, a TOML file and `key=value` arguments.
 
-The arguments take precedence over the file, which takes precedence over the preset.
+The arguments override the file, and the file overrides the preset.
 
     config = load_config("tiny", ["steps=20", "optimizer.learning_rate=1e-3"])
 
@@ -109,7 +109,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The sizes of the GPT or BERT model to train, or a Hugging Face folder, which sets all sizes except `context`."""
+    """The sizes of the GPT or BERT model to train, or a Hugging Face folder that sets all sizes except `context`."""
 
     folder: str = ""
     pretrained: bool = True
@@ -125,9 +125,9 @@ class ModelSection(_Section):
     _restored: bool = PrivateAttr(default=False)
 
     def restored(self, folder: Path) -> ModelSection:
-        """Return a copy of this section with the model folder `folder`, for a model with weights from a checkpoint.
+        """Return a copy of this section with `folder` as the model folder.
 
-        Only the other files, such as the configuration and the tokenizer, are read from `folder`.
+        Only the configuration and the tokenizer are read from this folder; the weights come from a checkpoint.
         """
         section = self.model_copy(update={"folder": str(folder)})
         section._restored = True
@@ -135,7 +135,7 @@ class ModelSection(_Section):
 
     @property
     def is_restored(self) -> bool:
-        """Return whether the weights come from a checkpoint instead of the folder."""
+        """Return whether the weights come from a checkpoint instead of the model folder."""
         return self._restored
 
     @model_validator(mode="after")
@@ -157,7 +157,7 @@ class ModelSection(_Section):
         return GPTConfig(**self.sizes())
 
     def sizes(self) -> dict[str, Any]:
-        """Return the sizes in this section, keyed by name, for a model that is not read from a folder."""
+        """Return a dict that maps the name of each configured size to its value, for a model without a folder."""
         return self.model_dump(exclude={"folder", "pretrained", *ROUTERS})
 
     def routers(self) -> dict[str, float]:
@@ -187,7 +187,7 @@ class DataSection(_Section):
 
 
 class PlanSection(_Section):
-    """The number of micro-batches, and the fields of `farandole.Plan`.  `Plan` validates the values of its fields."""
+    """The number of micro-batches, and the fields of `farandole.Plan`, which are validated by `Plan`."""
 
     data: CountOrZero = 0
     pipeline: Count = 1
@@ -221,7 +221,7 @@ class PlanSection(_Section):
         return self.pipeline * self.context * self.tensor
 
     def plan(self, precision: Precision) -> Plan:
-        """Return the plan with the precision `precision`.  Raises `PlanError`."""
+        """Return the plan with the given precision.  Raises `PlanError`."""
         values = {name: value for name, value in self.model_dump().items() if not name.startswith("lora_")}
         del values["micro_batches"]  # the caller of the engine divides the batch
         values |= {"precision": precision, "lora": self.lora()}
@@ -276,7 +276,7 @@ class EvaluateSection(_Section):
 
 
 class LogSection(_Section):
-    """The run's output and metrics."""
+    """The options for the run's output and metrics."""
 
     every: Count
     tensorboard: bool
@@ -377,7 +377,7 @@ class TrainConfig(_Section):
         return share // size, size
 
     def flat(self) -> dict[str, Any]:
-        """Return all values, keyed by full names such as `model.width`."""
+        """Return a dict that maps full keys, such as `model.width`, to their values."""
         values: dict[str, Any] = {}
         for key, value in self.model_dump().items():
             inner = value.items() if isinstance(value, dict) else None
@@ -405,7 +405,7 @@ def _toml_key(name: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """Return a value as TOML.  Infinite numbers and characters outside the BMP are written differently from JSON."""
+    # TOML differs from JSON in infinite numbers and in characters outside the BMP
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -414,7 +414,7 @@ def _toml_value(value: Any) -> str:
 
 
 def presets() -> dict[str, str]:
-    """Return each preset's TOML text, keyed by name."""
+    """Return a dict that maps the name of each preset to its TOML text."""
     folder = resources.files("farandole.train") / "presets"
     return {
         Path(file.name).stem: file.read_text()
@@ -426,7 +426,7 @@ def presets() -> dict[str, str]:
 def load_config(source: str | None = None, overrides: list[str] | None = None) -> TrainConfig:
     """Load a preset or a TOML file, and apply `key=value` overrides.
 
-    A file extends the preset that its key `preset` names, or preset `default` if the file does not contain this key.
+    A file extends the preset that its key `preset` names, or preset `default` if this key is missing.
 
     Raises:
         ConfigError: if the configuration is invalid.
@@ -453,7 +453,7 @@ def _overridden(values: dict[str, Any], overrides: list[str]) -> TrainConfig:
 
 
 def parse_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate plain values, as in a TOML file or a checkpoint, and return a configuration.  Raises `ConfigError`."""
+    """Create a configuration from values with the structure of a TOML file.  Raises `ConfigError`."""
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -461,18 +461,18 @@ def parse_config(values: dict[str, Any]) -> TrainConfig:
 
 
 def saved_config(values: dict[str, Any]) -> TrainConfig:
-    """Validate and return a run's saved configuration, possibly from an earlier version.  Raises `ConfigError`."""
+    """Create a configuration from a run's values, possibly saved by an earlier version.  Raises `ConfigError`."""
     return parse_config(_translated(values))
 
 
 def plan_config_error(error: PlanError) -> ConfigError:
-    """Convert a plan error to a `ConfigError` that contains the full name of the key."""
+    """Convert a plan error to a `ConfigError` with the full name of the key."""
     key = str(error).partition("=")[0]
     return ConfigError(f"plan.{error}" if key in PlanSection.model_fields else f"plan: {error}")
 
 
 def _translated(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys that earlier versions used."""
+    """Return `values`, with keys from earlier versions renamed to the current keys."""
     values = dict(values)
     moved = values.pop("parallel", {})
     if "precision" in values:
@@ -543,7 +543,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Parse a TOML value.  Other text becomes a string, so that paths need no quotes."""
+    """Parse a TOML value, or return `text` as a string, so that paths need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -551,7 +551,7 @@ def _value(text: str) -> Any:
 
 
 def unknown_key(key: str) -> str:
-    """Return the error message for an unknown key, which suggests a similar key or lists the keys in the section."""
+    """Return the error message for an unknown key, with a suggestion."""
     known = known_keys()
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.endswith(f".{name}")]

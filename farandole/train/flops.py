@@ -28,7 +28,7 @@ from farandole.plan import LoRA, PlanError
 
 @dataclass(frozen=True)
 class Flops:
-    """The floating-point operations of a forward and backward pass.
+    """The number of floating-point operations in a forward and a backward pass.
 
     Args:
         position: operations per position of a sequence.  In an encoder-decoder model, the source and target sequences
@@ -46,8 +46,8 @@ class Flops:
         """Return the number of operations for `samples` samples that have `targets` targets in total.
 
         Args:
-            lengths: the number of positions in each of several sequences.  A sample is assumed to need the mean number
-                of operations over these sequences.
+            lengths: the lengths of representative sequences.  Each sample is assumed to need the mean number of
+                operations of these sequences.
         """
         positions = lengths.astype(np.float64)
         each = float((self.position * positions + self.pair * positions**2).mean())
@@ -107,7 +107,7 @@ def _trained(model: nn.Module, lora: LoRA | None) -> tuple[set[nn.Module], Calla
 
 
 def _products(module: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Yield each weight that a module multiplies, with the number of times that each position uses the weight."""
+    """Yield each weight matrix of `module`, and the mean number of times that it is applied to a position."""
     if isinstance(module, nn.Linear | MaskedTokenHead | T5Head | TopKRouter | GroupedRouter):
         yield module.weight, 1
     elif isinstance(module, Head):

@@ -1,4 +1,4 @@
-"""Check and create models from Hugging Face folders, and list their files for checkpoints."""
+"""Create models from Hugging Face folders, and list the files to copy from these folders to checkpoints."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _without_weights(origin: Pretrained) -> Transformer:
 
 @dataclass(frozen=True)
 class _NoWeights:
-    """A `WeightSource` without values."""
+    """A `WeightSource` that contains no weights."""
 
     folder: Path
 
@@ -146,7 +146,7 @@ class _NoWeights:
 
 
 def _router_changes(config: TrainConfig, origin: Pretrained) -> dict[str, Any]:
-    """Return the changes to the model's configuration that the router keys in section [model] request."""
+    """Return the changes to the model's configuration that the router keys in section [model] specify."""
     routers = config.model.routers()
     if not routers:
         return {}
@@ -166,9 +166,9 @@ def build_language_model(config: TrainConfig) -> Transformer:
 
 
 def save_base(model: nn.Module, run: Path, comm: Communicator) -> Mapping[str, Path]:
-    """Write the configuration and tokenizer files of a folder's model to RUN/base once, and return the files.
+    """Write a pretrained model's configuration and tokenizer files to RUN/base, and return their paths, keyed by name.
 
-    The run can then be resumed without the original folder.  Collective call.
+    Files in an existing RUN/base are kept.  The run can then be resumed without the original folder.  Collective call.
 
     Raises:
         ConfigError: on all ranks, if the files cannot be written.
@@ -192,7 +192,7 @@ def save_base(model: nn.Module, run: Path, comm: Communicator) -> Mapping[str, P
 
 
 def model_files(folder: Path) -> Mapping[str, Path]:
-    """Return the files of a model folder that are copied to each checkpoint, keyed by name."""
+    """Return the files to copy from a model folder to each checkpoint, keyed by name."""
     return {name: folder / name for name in (CONFIG, *COPIED) if (folder / name).is_file()}
 
 

@@ -1,7 +1,7 @@
 """Choose the precision for `plan.precision = "auto"`, and measure the ranks' arithmetic speed and memory.
 
-The choice depends on hardware features instead of measurements, so that a busy machine does not change the precision
-and the losses.
+The choice depends on hardware features instead of measurements, so that the load on the machine does not affect the
+precision or the losses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CUDA_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The precision of a run, and a description of the reason for this choice."""
+    """The precision of a run, and the reason for this choice."""
 
     name: Precision
     reason: str
@@ -40,10 +40,10 @@ class PrecisionChoice:
 def choose_precision(
     configured: Literal["auto", Precision], comm: Communicator, device: torch.device
 ) -> PrecisionChoice:
-    """Return the precision of the run, and the reason for it.  Collective call.
+    """Return the precision of the run, and the reason for the choice.  Collective call.
 
-    The precision is `configured`, unless `configured` is "auto".  "auto" selects bf16 if the devices of all ranks
-    multiply bf16 faster than fp32, and fp32 otherwise.
+    If `configured` is "auto", select bf16 if the devices of all ranks multiply bf16 faster than fp32, and fp32
+    otherwise.
     """
     if configured != "auto":
         return PrecisionChoice(configured, "configured")
@@ -74,10 +74,7 @@ _SIZE = {"cpu": 1024, "cuda": 8192}
 
 
 def measured_flops(precision: Precision, device: torch.device, comm: Communicator) -> float:
-    """Return the total floating-point operations per second of matrix products that run on all ranks at once.
-
-    Collective call.
-    """
+    """Return the measured matrix-product speed of all ranks together, in FLOP/s.  Collective call."""
     use_fast_products()
     size = _SIZE.get(device.type, 2048)
     dtype = TYPES[precision]
@@ -96,7 +93,7 @@ def measured_flops(precision: Precision, device: torch.device, comm: Communicato
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return this rank's peak accelerator memory, or its peak resident set size on a CPU, in bytes."""
+    """Return this rank's peak memory in bytes: accelerator memory, or the resident set size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,7 +1,7 @@
 """Task "images": train a ResNet to classify images.
 
-`data.path` is a folder with one subfolder of image files per class, or an `.npz` file written by `numpy.savez`.  The
-file contains the arrays `images` (uint8, of shape (n, height, width) or (n, height, width, 3)) and `labels`
+`data.path` is a folder with one subfolder of image files per class, or an `.npz` file written by `numpy.savez`.  An
+`.npz` file contains the arrays `images` (uint8, of shape (n, height, width) or (n, height, width, 3)) and `labels`
 (non-negative integers, of shape (n)).
 """
 
@@ -37,13 +37,13 @@ _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
 
 
 class _Source(Protocol):
-    """Numbered images and their classes.  An image is a uint8 array of shape (height, width, 3)."""
+    """Images and their classes.  An image is a uint8 array of shape (height, width, 3)."""
 
     labels: NDArray[np.int64]
     classes: list[str]
 
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
-        """Return image `number` with a height and width of `size` pixels."""
+        """Return the image at index `number` with a height and width of `size` pixels."""
 
 
 class _Folder:
@@ -69,7 +69,6 @@ class _Folder:
         self.labels = np.array([number for _, number in found])
 
     def image(self, number: int, size: int) -> NDArray[np.uint8]:
-        """Return image `number`, scaled to `size` pixels on the shorter side and center-cropped."""
         try:
             with Image.open(self._files[number]) as image:
                 return _square(_rgb(image), size)

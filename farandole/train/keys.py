@@ -34,12 +34,12 @@ class Key:
 
     @property
     def assignment(self) -> str:
-        """Return the key and its default as a TOML assignment without a section."""
+        """Return the full name and the default as a TOML assignment, such as `model.width = 192`."""
         return f"{self.name} = {json.dumps(self.default)}"
 
 
 def all_keys() -> dict[str, Key]:
-    """Return all keys, keyed by full name and in the order of `presets/default.toml`."""
+    """Return a dict that maps full names to keys, in the order of `presets/default.toml`."""
     keys: dict[str, Key] = {}
     section, comments = "", []
     for line in presets()["default"].splitlines():
@@ -59,7 +59,7 @@ def all_keys() -> dict[str, Key]:
 
 
 def find_key(name: str) -> Key:
-    """Find a key by its full name, or by its last part if that part is unique.
+    """Find a key by its full name, or by the name after the last dot if this name is unique.
 
     Raises:
         ConfigError: if the key does not exist or is ambiguous.  The message suggests similar keys.
@@ -76,7 +76,7 @@ def find_key(name: str) -> Key:
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """Return the non-default values of key `name`, keyed by preset name."""
+    """Return the values of key `name` in the presets that change this key, keyed by preset."""
     default = load_config().flat()[name]
     values = {preset: load_config(preset).flat()[name] for preset in presets()}
     return {preset: value for preset, value in values.items() if value != default}

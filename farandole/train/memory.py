@@ -1,8 +1,8 @@
-"""Estimate the memory that a run needs, and check before any rank starts that this memory is available.
+"""Estimate the memory that a run needs, and check before the ranks start that this memory is available.
 
-The check first adds up the memory for weights, gradients, optimizer states and checkpoint copies, which a run always
-needs, as if the precision were fp32.  On a CPU host, the check then uses the planner to estimate the activation memory
-of a step, unless an upper bound on the step's memory already fits.
+The check first adds up the memory for weights, gradients, optimizer states and checkpoint copies, assuming fp32.  On a
+CPU host, the check then uses the planner to estimate the memory of a step, including activations.  This estimate is
+skipped if a simple upper bound on the step's memory does not exceed the available memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_memory(config: TrainConfig, ranks: int) -> None:
 
 
 def _check_division(config: TrainConfig, ranks: int) -> None:
-    """Raise `ConfigError` if the plan's axes cannot split the model, or if the schedule does not support the batch."""
+    """Raise `ConfigError` if the plan cannot split the model, or the schedule does not support the micro-batches."""
     plan, (micro_batches, _) = _plan_of(config), config.micro_batches(ranks)
     try:
         if plan.pipeline > 1:
@@ -89,7 +89,7 @@ def _check_division(config: TrainConfig, ranks: int) -> None:
 
 
 def summary(start: Start) -> dict[str, str]:
-    """Return the lines that `farandole train --dry-run` prints for a checked run, keyed by label."""
+    """Return the lines that `farandole train --dry-run` prints, keyed by label."""
     config, ranks = task_config(start.config, start.checkpoint), start.ranks
     count, samples = config.micro_batches(ranks)
     micro_batches = "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
@@ -133,14 +133,14 @@ def summary(start: Start) -> dict[str, str]:
 
 
 def _trained(zero: int, offload: str, ranks: int) -> float:
-    """Return the number of bytes per parameter for weights, gradients and optimizer states, summed over all devices."""
+    """Return the bytes per parameter for weights, gradients and optimizer states, summed over all devices."""
     accelerated = torch.cuda.is_available()
     machine = Machine(memory=1, shared=not accelerated, host=not accelerated)
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, machine)
 
 
 def _copied(zero: int, offload: str, ranks: int) -> float:
-    """Return the number of bytes per parameter for checkpoint copies in host memory, summed over all ranks."""
+    """Return the bytes per parameter for checkpoint copies in host memory, summed over all ranks."""
     return bytes_per_parameter(Plan(zero=zero, offload=offload), ranks, Machine(memory=1), checkpoints=True)
 
 
@@ -170,7 +170,7 @@ def check_step(config: TrainConfig, ranks: int, have: int) -> None:
 
 
 def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) -> Estimate:
-    """Estimate the memory that a rank needs.  Precision "auto" is treated as fp32."""
+    """Estimate the memory that a rank needs, with fp32 in place of precision "auto"."""
     if micro_batch is not None:
         section = config.plan.model_copy(update={"micro_batches": 0})
         config = config.model_copy(update={"micro_batch": micro_batch, "plan": section})
@@ -185,17 +185,15 @@ def _estimated(config: TrainConfig, ranks: int, micro_batch: int | None = None) 
 
 
 def _plan_of(config: TrainConfig) -> Plan:
-    """Return the configured plan, with the precision "fp32" in place of "auto"."""
+    """Return the configured plan, with fp32 in place of precision "auto"."""
     return config.plan.plan("fp32" if config.plan.precision == "auto" else config.plan.precision)
 
 
 def _upper_bound(config: TrainConfig, ranks: int) -> float:
-    """Return an upper bound on the bytes of memory that a rank needs in a step.
-
-    With a pipeline, a rank may store the activations of all micro-batches.
-    """
+    """Return an upper bound on the memory that a rank needs in a step, in bytes."""
     count, samples = config.micro_batches(ranks)
     model = config.model
+    # with a pipeline, a rank may store the activations of all micro-batches
     tokens = samples * model.context * (count if config.plan.pipeline > 1 else 1)
     kept = 4.0 * tokens * model.layers * (17 * model.width + 3 * model.heads * model.context)
     logits = 4.0 * tokens * model.vocabulary
@@ -206,12 +204,7 @@ def _upper_bound(config: TrainConfig, ranks: int) -> float:
 def _check_state(
     config: TrainConfig, each: dict[int, float], ranks: int, have: int, whose: str, parts: str
 ) -> None:
-    """Raise `ConfigError` if the state of the model on `ranks` ranks needs more than `have` bytes.
-
-    Args:
-        each: the number of bytes per parameter for each ZeRO stage, summed over the ranks.
-        whose, parts: descriptions of the memory and of the state for the message.
-    """
+    """Raise `ConfigError` if the model state exceeds `have` bytes.  `each` maps ZeRO stages to bytes per parameter."""
     model, zero = config.model.gpt(), config.plan.zero
     need = each[zero] * model.parameters
     if need <= have:
@@ -227,7 +220,7 @@ def _check_state(
 
 
 def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float) -> str:
-    """Return advice for a message: a higher ZeRO stage, or offloading to disk; "" if neither fits."""
+    """Return advice to use a higher ZeRO stage or to offload to disk, or "" if neither is sufficient."""
     if config.plan.compression != "none":
         return ""
     if fitting:
@@ -240,7 +233,7 @@ def _divided(config: TrainConfig, ranks: int, fitting: list[int], usable: float)
 
 
 def _advice(model: GPTConfig, each: float, have: int) -> str:
-    """Return advice for a message: the widest model that fits in `have` bytes, at `each` bytes per parameter."""
+    """Return advice to use the widest model that fits in `have` bytes, at `each` bytes per parameter."""
     allowed = (1 - _FOR_ACTIVATIONS) * have / each
     unit = 2 * model.heads
     narrow, wide = 0, model.width // unit  # narrow fits, wide does not

@@ -10,8 +10,8 @@ Each line in `samples.jsonl` is an object with `step` and the task's report afte
 
     {"step": 100, "text": "def read(self): ..."}
 
-`memory_bytes` is rank 0's peak memory.  `model_flops_utilization` (for transformers) is the model's floating-point
-operations per second, divided by the matrix-product speed that all ranks measured before the first step.
+`memory_bytes` is rank 0's peak memory.  `model_flops_utilization`, written only for transformers, is the model's
+floating-point operations per second, divided by the matrix-product speed measured on all ranks before the first step.
 
 The unit of the throughput depends on the task, as in `images_per_s`.  A task can add metrics, such as
 `validation_accuracy`.  With fp16, a step also has `loss_scale`, and a skipped step has `overflow`, a description of the
@@ -48,8 +48,8 @@ Record = dict[str, float]
 class MetricsWriter:
     """Appends metrics to the files of `run`, on rank 0.
 
-    A run that resumes from `resumed_step` deletes the metrics for later steps.  Files are open only during a write.  If
-    TensorBoard files cannot be written, the writer prints a warning and stops writing them.
+    When a run resumes from `resumed_step`, the metrics for later steps are deleted.  If TensorBoard files cannot be
+    written, the writer prints a warning and stops writing them.
 
     Raises:
         DiskError: if `metrics.jsonl` cannot be written.
@@ -134,7 +134,6 @@ class MetricsWriter:
 
 
 def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
-    """Start or resume the Weights & Biases run; raise `ConfigError` on failure."""
     import wandb
 
     try:
@@ -148,9 +147,9 @@ def _start_wandb(run: Path, config: Mapping[str, Any]) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records in a `metrics.jsonl` or `samples.jsonl` file in order.
+    """Return the records of a `metrics.jsonl` or `samples.jsonl` file, in order.
 
-    Lines that a killed run left incomplete are ignored.
+    Incomplete lines, which a killed run can leave, are ignored.
     """
     if not path.exists():
         return []
@@ -171,7 +170,7 @@ def _scalars(record: Mapping[str, float]) -> list[Summary.Value]:
 
 
 def _text(tag: str, text: str) -> Summary.Value:
-    """Return a summary for TensorBoard's text tab, with `text` indented so that Markdown keeps the line breaks."""
+    """Return a TensorBoard text summary, with `text` indented so that Markdown keeps the line breaks."""
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     content = TensorProto(dtype="DT_STRING", string_val=[indent(text, "    ").encode()], tensor_shape=shape)
     plugin = SummaryMetadata.PluginData(plugin_name="text")
@@ -181,9 +180,8 @@ def _text(tag: str, text: str) -> Summary.Value:
 class TensorBoardWriter:
     """Writes summaries to an event file in `folder`.
 
-    torch's `SummaryWriter` is not used, because it writes in a background thread.  If the thread fails, for example
-    because the disk is full, the training ends later, with a traceback.  With `resumed_step`, TensorBoard hides the
-    summaries for later steps in existing files.
+    Unlike torch's `SummaryWriter`, this class writes in the calling thread, so that the caller can handle errors
+    such as a full disk.  With `resumed_step`, TensorBoard hides the summaries for later steps in existing files.
 
     Raises:
         OSError: if the file cannot be written.
@@ -218,7 +216,7 @@ _INK, _FAINT, _TRAINING, _VALIDATION = "#22313f", "#d8dee4", "#7aa6c2", "#c8553d
 
 
 def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
-    """Plot the training and validation losses of `run` to a file, `loss.png`, and return its path."""
+    """Plot the training and validation losses of `run` to `loss.png`, and return the path of this file."""
     import matplotlib  # imported here, because the import takes a second
 
     matplotlib.use("agg")

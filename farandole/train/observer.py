@@ -35,8 +35,8 @@ class Progress:
     """A run's progress.
 
     Args:
-        speed: the number of units (`unit`) that all ranks together process per second.
-        left_s: the estimated time until the end, in seconds.
+        speed: the throughput of all ranks together, in `unit` per second.
+        left_s: the estimated remaining time, in seconds.
         waiting: the fraction of time spent waiting for communication.
     """
 
@@ -52,7 +52,7 @@ class Progress:
         return "  ".join(self._parts())
 
     def fit(self, width: int) -> str:
-        """Return the progress as text of at most `width` characters, omitting the last parts if necessary."""
+        """Return the progress as text of at most `width` characters, omitting the last values if necessary."""
         parts = self._parts()
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
@@ -86,7 +86,7 @@ class ProgressLine:
             self._live = Live(console=self._console, refresh_per_second=5, transient=True)
 
     def show(self, progress: Progress) -> None:
-        """Update the progress line, or print another line if the output is not a terminal."""
+        """On a terminal, update the progress line; otherwise, print the progress on a new line."""
         if self._live is None:
             self._console.print(str(progress))
             return
@@ -117,7 +117,7 @@ class ProgressLine:
 
 
 def minutes(seconds: float) -> str:
-    """Format a duration as minutes and seconds, such as 1:05, or with hours, such as 2:03:04."""
+    """Format a duration as minutes and seconds (1:05), or as hours, minutes and seconds (2:03:04)."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     short = f"{rest // 60}:{rest % 60:02d}"
@@ -189,7 +189,7 @@ class Observer:
             self._metrics.close(failed=error is not None)
 
     def stepped(self, result: StepResult, seconds: float) -> None:
-        """Print and record a step that took `seconds`."""
+        """Print and record the result of a step that took `seconds`."""
         if self._metrics is None:
             return
         self._recent.append((seconds, result))
@@ -223,7 +223,7 @@ class Observer:
             )
 
     def _utilization(self, seconds: float) -> dict[str, float]:
-        """Return the model FLOP/s utilization in the recent steps, which took `seconds`."""
+        """Return the model FLOP/s utilization of the recent steps, which took `seconds` in total."""
         if self._flops is None:
             return {}
         samples = len(self._recent) * self._config.batch
@@ -274,7 +274,7 @@ class Observer:
             self._line.note(f"cannot write {path}: {disk_failure(error, self._run)}")
 
     def finished(self, report: str, model: Path | None = None) -> None:
-        """Plot the loss curve, write the task's report, and print the paths of these files and of the trained model."""
+        """Plot the loss curve, write the task's report, and print the paths of the results."""
         if self._metrics is None:
             return
         if model is not None:
@@ -311,11 +311,7 @@ class Observer:
 
 
 def _router_metrics(result: StepResult) -> dict[str, float]:
-    """Return the metrics of each router.
-
-    The metrics are the largest expert load relative to the mean load, the fraction of dropped tokens, and each expert's
-    fraction of the load.
-    """
+    """Return each router's load imbalance, fraction of dropped tokens, and fraction of the load per expert."""
     return {
         f"{name}/{metric}": value
         for name, load in result.loads.items()
@@ -330,7 +326,7 @@ def _router_metrics(result: StepResult) -> dict[str, float]:
 
 
 def _memory_summary(trainer: Trainer, ranks: int) -> Iterator[str]:
-    """Yield lines that describe recomputation, swapping and offload.  Measuring a disk takes about a second."""
+    """Yield lines that describe recomputation, swapping and offload.  Measuring a disk's bandwidth takes about 1 s."""
     plan = trainer.config.plan
     yield from trainer.notices
     if plan.swap != "none":

@@ -3,6 +3,7 @@
 Each rank appears as a process in the trace.  The process's threads show the phases of the steps and, in a pipeline, the
 measured and the simulated actions.  The simulation of a step uses the median durations of the actions measured in this
 step.
+
 Times are measured on the host: an accelerator may still be running the kernels of a phase that has ended.
 """
 
@@ -31,7 +32,7 @@ PHASES, MEASURED, SIMULATED = range(len(THREADS))
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step, with its start and end in seconds."""
+    """A named time interval in a step.  `start` and `end` are in seconds."""
 
     name: str
     start: float
@@ -40,19 +41,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recording:
-    """The phases of a rank, and the pipeline actions of each recorded step, with times in seconds on rank 0's clock."""
+    """The phases and pipeline actions of one rank.  Times are in seconds on rank 0's clock."""
 
     phases: Sequence[Phase]
     steps: Sequence[Sequence[Span]]
 
 
 class Profile:
-    """Records the phases and the pipeline actions of this rank in the first steps.
+    """Records this rank's phases and pipeline actions in the first steps.
 
-    The recorded steps are the first `STEPS` steps after the first step of the job.
+    The recording starts at the second step of the job, and contains `STEPS` steps.
 
     Args:
-        enabled: whether to record until `trace` is called.
+        enabled: whether to record.  `trace` sets this attribute to False.
     """
 
     def __init__(self, engine: Engine, *, enabled: bool) -> None:
@@ -91,10 +92,11 @@ class Profile:
                 self._steps.append(self._engine.pipeline.spans)
 
     def trace(self) -> list[Event]:
-        """End the recording, and gather the recordings of all ranks.  This is a collective call.
+        """Stop recording, and gather the recordings of all ranks.  Collective call.
 
         Returns:
-            On rank 0, the events of all ranks, or none if fewer than two steps have begun.  On other ranks, none.
+            The events of all ranks on rank 0, and an empty list on the other ranks.  If fewer than two steps have
+            begun, the list is empty on all ranks.
         """
         self.enabled = False
         comm = self._engine.comm
@@ -108,7 +110,7 @@ class Profile:
 
 
 def trace_of(recordings: Sequence[Recording], mesh: Mesh, pipeline: Pipeline | None) -> list[Event]:
-    """Return the events for the recordings of all ranks, with times that start at 0."""
+    """Return the trace events for the recordings of all ranks, with times that start at 0."""
     begun = min(phase.start for each in recordings for phase in each.phases)
     events: list[Event] = []
     for rank, each in enumerate(recordings):

@@ -38,7 +38,9 @@ from farandole.train.trainer import Trainer
 
 
 def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
-    """Train the configured model in run folder `run`, resuming from checkpoint `resume` if given.  Collective call.
+    """Train the configured model, and write the results to folder `run`.  Collective call.
+
+    If `resume` is not None, training continues from this checkpoint.
 
     Returns:
         The signal that ended the run before its last step, or None.
@@ -80,7 +82,7 @@ def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime)
 
 
 def _loop(trainer: Trainer, writer: CheckpointWriter, observer: Observer, stop: StopSignals) -> None:
-    """Train until the last step, or until any rank is asked to stop, and then save a checkpoint."""
+    """Train until the last step or until a rank is asked to stop, and then save a checkpoint."""
     config, profile = trainer.config, trainer.profile
     while trainer.step_number < config.steps:
         started = time.perf_counter()
@@ -129,9 +131,9 @@ class StopSignals:
         with StopSignals() as stop:
             while not stop.requested: ...
 
-    A second Ctrl-C ends the run at once.  A second SIGINT within `DEBOUNCE_S` or a second SIGTERM has no effect,
-    because launchers forward the terminal's signals to their ranks.  Signals that are already ignored, such as
-    SIGINT in a shell's background job, stay ignored.
+    A second Ctrl-C more than `DEBOUNCE_S` seconds after the first signal ends the run at once.  Other repeated signals
+    have no effect, because launchers forward the terminal's signals to their ranks.  Signals that are already ignored,
+    such as SIGINT in a shell's background job, stay ignored.
     """
 
     DEBOUNCE_S = 0.5
@@ -174,9 +176,9 @@ EXCHANGE_S = 1.0
 def without_timeout(comm: Communicator) -> Iterator[None]:
     """Return a context manager that lets ranks wait for each other longer than the timeout of `comm`.
 
-    For example, rank 0 may tokenize a large text for an hour.  A thread of each rank exchanges messages every second,
-    until all ranks have left the body or a rank has failed.  Therefore no call on `comm` reaches the timeout, and a
-    dead rank is detected.  The code in the body must not use `comm`.  Collective call.
+    A thread of each rank uses `comm` to exchange messages every second, until all ranks have left the body or a rank
+    has failed.  Therefore `comm` does not time out, and a dead rank is detected.  The code in the body must not use
+    `comm`.  Collective call.
 
     Raises:
         CommunicationError: if a rank dies.
@@ -229,7 +231,7 @@ def main(text: str) -> None:
 
 
 def join(request: Request) -> Path:
-    """Train as one rank in a job started by another launcher, and return the run's folder.
+    """Train as one rank of a job started by another launcher, and return the run's folder.
 
     All ranks must be started with the same command.
     """
@@ -240,10 +242,7 @@ def join(request: Request) -> Path:
 
 
 def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
-    """Check the request on rank 0, and return rank 0's job specification.
-
-    If rank 0 rejects the request, end all ranks.
-    """
+    """Check the request on rank 0, and return the job specification; end all ranks if the check fails."""
     text, refused = "", ""
     with without_timeout(runtime.comm):
         if runtime.rank == 0:
@@ -264,11 +263,7 @@ def _agree(request: Request, runtime: Runtime) -> TrainingJobSpec:
 
 
 def _run(given: TrainingJobSpec, runtime: Runtime) -> None:
-    """Run the training job `given` on this rank.
-
-    Errors that the user can fix end the process with a message.  If a signal ends the run early, the exit status is 128
-    plus the signal's number.
-    """
+    """Run a job on this rank.  If a signal ends the run early, exit with status 128 plus the signal's number."""
     pause_collection()  # resumed at the first step
     try:
         ended_by = train(given.config, given.run, given.checkpoint, runtime)

@@ -52,8 +52,7 @@ LOCK = ".lock"
 def check_out(config: TrainConfig) -> None:
     """Raise `ConfigError` if this process cannot create the folder of a run.
 
-    The check creates and removes a temporary folder instead of reading the permissions, because permissions do not
-    apply to root, and some file systems do not allow new folders regardless of the permissions.
+    The check creates and removes a temporary folder.
     """
     # imported here, because a server reads checkpoints but no configurations
     from farandole.train.config import ConfigError
@@ -62,6 +61,7 @@ def check_out(config: TrainConfig) -> None:
     existing = next(path for path in [out, *out.parents] if os.path.exists(path))
     if not existing.is_dir():
         raise ConfigError(f"out={config.out}: {existing} is a file; choose another folder with out=FOLDER")
+    # permissions are not sufficient: root ignores them, and some file systems allow no new folders
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".run-", dir=existing))
     except OSError as error:
@@ -109,7 +109,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint in `path`, a run or a folder of runs.  Raises `CheckpointError`.
+    """Return the newest checkpoint in a run or in a folder of runs.  Raises `CheckpointError`.
 
     If `path` is a checkpoint, return `path`.
     """
@@ -123,7 +123,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def weights_file(config: TrainConfig) -> Path | None:
-    """Return the safetensors file for the key `weights`, or None if this key is not set.  Raises `CheckpointError`."""
+    """Return the safetensors file that the key `weights` specifies, or None.  Raises `CheckpointError`."""
     if not config.weights:
         return None
     path = Path(config.weights).expanduser()
@@ -133,7 +133,7 @@ def weights_file(config: TrainConfig) -> Path | None:
 
 
 def tokenizer_file(config: TrainConfig) -> Path | None:
-    """Return the tokenizer file that belongs to the initial weights, or None if there is none."""
+    """Return the tokenizer file of the initial weights, or None if there is no such file."""
     file = weights_file(config)
     tokenizer = None if file is None else file.with_name(TOKENIZER)
     return tokenizer if tokenizer is not None and tokenizer.is_file() else None
@@ -143,11 +143,10 @@ def checkpoint_to_resume(path: Path) -> Path:
     """Return the checkpoint to resume from.
 
     `path` is a checkpoint, a run or a folder of runs.  For a run, the result is its newest checkpoint.  For a folder of
-    runs, the result is the newest checkpoint of the most recently written run.  If that run has no checkpoint, the
-    error suggests an older run.  The older run is not used automatically, because resuming a run changes it.
+    runs, the result is the newest checkpoint of the most recently written run.
 
     Raises:
-        CheckpointError: if no checkpoint is found.
+        CheckpointError: if no checkpoint is found, or if the most recently written run has no checkpoint.
     """
     named = _named_checkpoint(path)
     if named is not None:
@@ -157,13 +156,14 @@ def checkpoint_to_resume(path: Path) -> Path:
         raise CheckpointError(_no_checkpoint(path))
     if saved := checkpoints(runs[-1]):
         return saved[-1]
+    # an older run is not resumed automatically, because resuming a run changes it
     older = [run for run in runs if checkpoints(run)]
     advice = f"to resume an older run, use --resume {older[-1]}" if older else "no other run has a checkpoint"
     raise CheckpointError(f"the last run, {runs[-1]}, ended before its first checkpoint; {advice}")
 
 
 def _named_checkpoint(path: Path) -> Path | None:
-    """Return `path` if it is a checkpoint, or the newest checkpoint of the run `path`, or None for a folder of runs."""
+    """Return `path` if it is a checkpoint, the newest checkpoint if it is a run, or None if it is a folder of runs."""
     path = path.expanduser()
     if not os.path.isdir(path):  # unlike Path.is_dir, returns False for a name that is too long
         what = "is not a folder" if os.path.exists(path) else "does not exist"
@@ -264,7 +264,7 @@ def damaged_error(folder: Path, why: str) -> CheckpointError:
 
 
 def _length_of_safetensors(path: Path) -> int:
-    """Return the length in bytes that the header of a safetensors file requires, or 0 if the header is damaged."""
+    """Return the file length that a safetensors header implies, or 0 if the header is damaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:

@@ -1,7 +1,7 @@
 """Parse a training command, and check everything that can be checked before the ranks start.
 
-The launching process, or rank 0, runs the checks once for all ranks without changing existing files.  This module does
-not import torch, so mistakes in the command are reported at once.
+The launching process or rank 0 runs the checks once for all ranks.  The checks do not change existing files.  This
+module does not import torch, so that mistakes in the command are reported at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A checked run on `ranks` ranks, resumed from `checkpoint` if given."""
+    """A validated run on `ranks` ranks.  The run starts from `checkpoint`, or from the beginning if this is None."""
 
     config: TrainConfig
     ranks: int
@@ -100,10 +100,10 @@ class Start:
 
 
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
-    """Return the configuration for creating a task.
+    """Return the configuration to pass to `make_task`.
 
-    A resumed run uses the tokenizer of its checkpoint, even if the text has changed since, and its own copies of the
-    model folder's files.  The run can therefore be resumed even if the original folders have been moved.
+    A resumed run uses the tokenizer of its checkpoint, and its own copies of the model folder's files.  The run can
+    therefore be resumed even if the original folders have been moved.
     """
     if checkpoint is None:
         return config
@@ -135,7 +135,7 @@ class TrainingJobSpec:
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
-    """Parse the words of a command.  Raises `ConfigError`.
+    """Parse the arguments of a training command.  Raises `ConfigError`.
 
     Args:
         resume: whether the command contains --resume.
@@ -162,11 +162,7 @@ def read_request(words: Sequence[str], resume: bool) -> Request:
 
 
 def _is_folder(word: str, resume: bool) -> bool:
-    """Return whether the argument `word` names a folder.
-
-    Without `resume`, the folder must exist, and no preset may have the same name.  With `resume`, the folder may be
-    missing, so any word that is neither a file nor a preset names a folder.
-    """
+    """Return whether the argument `word` names a folder.  With `resume`, the folder may be missing."""
     path, is_preset = Path(word).expanduser(), word in presets()
     if resume:
         return path.is_dir() or not (path.is_file() or is_preset)
@@ -174,7 +170,7 @@ def _is_folder(word: str, resume: bool) -> bool:
 
 
 def check(request: Request, ranks: int | None = None) -> Start:
-    """Check a request.  The check leaves no files behind.
+    """Check a request, and return the run to start.  No files are left behind.
 
     Args:
         ranks: the number of ranks.  Defaults to `default_ranks` for a new run, and to the number in the
@@ -205,8 +201,7 @@ def check(request: Request, ranks: int | None = None) -> Start:
 def check_wandb() -> None:
     """Raise `ConfigError` if Weights & Biases cannot be used.
 
-    The package must be installed.  In addition, either a login must be available, or `WANDB_MODE` must select a mode
-    without a login.
+    The package must be installed.  A login is also required, unless `WANDB_MODE` selects a mode without a login.
     """
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
@@ -230,8 +225,8 @@ def check_wandb() -> None:
 def default_ranks(config: TrainConfig) -> int:
     """Return the number of ranks that `plan.data` implies, or else the largest suitable number on this host.
 
-    A number is suitable if it is a multiple of the product of the sizes of the plan's other axes, and the batch can be
-    divided equally among the groups of ranks that process the same samples together.
+    A suitable number is a multiple of the product of the plan's other axes.  Ranks that process the same samples form a
+    group; the batch must be divisible by the number of groups.
     """
     together, experts = config.plan.ranks_per_sample, config.plan.expert
     if config.plan.data:
@@ -242,7 +237,7 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 def job_spec(start: Start) -> TrainingJobSpec:
-    """Return the job specification of a run, and create the folder of a new run.  Raises `ConfigError` on failure."""
+    """Return the job specification of a run, and create the folder of a new run.  Raises `ConfigError`."""
     if start.checkpoint is not None:
         return TrainingJobSpec(start.config, start.checkpoint.parent.parent, start.checkpoint)
     return TrainingJobSpec(start.config, new_run(start.config))
@@ -307,10 +302,8 @@ def _check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def _folder_of_runs(request: Request) -> Path:
-    """Return the folder of runs that the key `out` specifies.
-
-    The other overrides are not validated, because they may depend on the checkpoint.
-    """
+    """Return the folder of runs that the key `out` specifies."""
+    # the other overrides are not validated, because they may depend on the checkpoint
     words = [override for override in request.overrides if override.partition("=")[0].strip() == "out"]
     out = load_config(request.source, words).out
     if not Path(out).expanduser().exists():

@@ -1,7 +1,7 @@
 """Define tasks, which specify the model, the samples and the loss.
 
-Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function that takes the configuration and returns a
-`Task`:
+Built-in tasks have names.  `task = "MODULE:FUNCTION"` names a function or class that takes the configuration and
+returns a `Task`:
 
     class Sines(Task):                          # in sines.py: farandole train task=sines:Sines options.points=1000
         def __init__(self, config):
@@ -107,7 +107,7 @@ class Task:
         return ""
 
     def files(self) -> Mapping[str, Path]:
-        """Return additional files for each checkpoint, keyed by their names in the checkpoint."""
+        """Return a mapping from file names in the checkpoint to the files to copy into each checkpoint."""
         return {}
 
 
@@ -116,7 +116,7 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
 
     Raises:
         ConfigError: if the task does not exist or is incomplete.
-        DataError: if its data cannot be read.
+        DataError: if the task's data cannot be read.
     """
     name = config.task
     factory = _find_task(name)
@@ -142,7 +142,7 @@ def make_task(config: TrainConfig, progress: Progress = lambda what, share: None
 
 
 def task_path(name: str) -> tuple[str, str]:
-    """Return the module and the attribute in a task's name, without importing the module.  Raises `ConfigError`."""
+    """Return the module and the attribute that a task's name specifies.  Raises `ConfigError`."""
     module_name, colon, attribute = TASKS.get(name, name).partition(":")
     if not (module_name and colon and attribute):
         near = difflib.get_close_matches(name, TASKS, n=1)

@@ -73,7 +73,7 @@ def open_text(
 
 
 class TextTask(Task):
-    """Trains a language model on windows of tokens from `text`, which is by default the configured text."""
+    """Trains a language model on token windows of `text`, or of the configured text by default."""
 
     unit = "tokens"
 
@@ -104,7 +104,7 @@ class TextTask(Task):
     def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
         """Return the tokens, and the next tokens as targets.
 
-        With targets, the model returns the loss, and does not need to store all logits.
+        With targets, the model returns the loss without storing all logits.
         """
         return batch[0], None, batch[1]
 
@@ -132,10 +132,7 @@ class TextTask(Task):
         return text
 
     def files(self) -> Mapping[str, Path]:
-        """Return the tokenizer file.
-
-        For a model from a folder, also return the configuration and tokenizer files of this folder.
-        """
+        """Return the tokenizer file, and the model folder's files if a model folder is configured."""
         own = {TOKENIZER: self.text.folder / TOKENIZER}
         return own | dict(model_files(folder_of(self._config))) if self._config.model.folder else own
 

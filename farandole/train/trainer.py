@@ -2,7 +2,7 @@
 
 Weight decay applies to matrices but not to vectors (biases and normalization weights), as in GPT-3.  See Loshchilov and
 Hutter, 2019, "Decoupled Weight Decay Regularization".
-Module `run` prints, saves and decides when to stop.
+Module `run` prints progress, saves checkpoints and decides when to stop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from farandole.train.weights import load_initial_weights
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step, which is the same on all ranks.
+    """The result of a step.  All ranks receive the same result.
 
     Args:
         loss: the mean loss over the whole batch.
@@ -52,7 +52,7 @@ class StepResult:
         waited_s: the time spent waiting for other ranks, in seconds, averaged over ranks.
         stop: whether any rank was asked to stop.
         overflow: the fp16 overflow that caused the step to be skipped, or None.
-        loads: the loads of the mixture-of-experts routers, by router name.
+        loads: the expert loads of each mixture-of-experts router, keyed by router name.
     """
 
     loss: float
@@ -76,7 +76,7 @@ class Trainer:
     With `resumed`, the trainer does not read the initial weights, because the caller loads a checkpoint.
 
     Raises:
-        ConfigError: on all ranks, if the model or the number of ranks does not support the plan.
+        ConfigError: on all ranks, if the plan does not support the model or the number of ranks.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Trainer:
 
         Raises:
             FloatingPointError: on all ranks, if the gradient is not finite.  With fp16, the step is skipped instead.
-            ConfigError: if the counts that the task's loss returns on all ranks do not add up to a positive number.
+            ConfigError: if the sum of the loss counts over all ranks is not positive.
         """
         rate = learning_rate(self.step_number, self.config.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)

@@ -1,4 +1,4 @@
-"""Describe the work of one rank in a training step for the planner, without reading data."""
+"""Describe one rank's work in a training step, as input for the planner.  No training data is read."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ OVER_MPI = ("mpi", "farandole-mpi")
 def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSetup:
     """Return a copy of `setup` with the backends to measure.
 
-    If `setup.backends` is not empty, the requested backends are measured.  Otherwise, all available backends that
-    support at least one requested operation are measured; `left_out` contains the reasons why the others are omitted.
+    If `setup.backends` is empty, the copy contains all available backends that support at least one requested
+    operation, and its `left_out` maps each omitted backend to the reason.
 
     Args:
         launcher: the launcher that starts the ranks, as in `Placement.launcher`.
@@ -69,7 +69,7 @@ def choose(setup: CollectivesSetup, ranks: int, launcher: str) -> CollectivesSet
 
 
 def why_unavailable(name: str, ranks: int, launcher: str) -> str | None:
-    """Return the reason why the backend `name` cannot be used in this job, or None if it can."""
+    """Return the reason why the backend `name` is unavailable in this job, or None if it is available."""
     if name == "shared" and not native.available():
         return f"the C core is unavailable: {native.why_unavailable()}"
     if name == "nccl":
@@ -110,7 +110,7 @@ def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
     """Return the path of the mpiexec that must start the ranks, or None if `farandole launch` starts them.
 
     mpiexec starts the ranks if `setup.backends` includes an MPI backend.  If `setup.backends` is empty, mpiexec starts
-    the ranks if it and mpi4py are installed and each rank has its own core.
+    the ranks if mpiexec and mpi4py are installed and each rank has its own core.
 
     Raises:
         BenchError: if an MPI backend is requested but mpiexec is not installed.
@@ -127,7 +127,10 @@ def mpiexec_for(setup: CollectivesSetup, ranks: int) -> str | None:
 
 
 def find_mpiexec() -> str | None:
-    """Return the path of mpiexec, or None if not found; the Python executable's directory is searched before PATH."""
+    """Return the path of mpiexec, or None if it is not found.
+
+    The directory of the Python executable is searched before PATH.
+    """
     return shutil.which(
         "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )

@@ -1,7 +1,7 @@
-"""Time collectives; at each size, the implementations are interleaved, with a barrier after every call.
+"""Time collectives; at each size, the implementations run alternately.
 
-A rank times its own call, from entry to return.  The barrier after the call is not timed, and prevents calls from
-overlapping.  The OSU Micro-Benchmarks (D. K. Panda et al.) use the same method.
+Each rank times its own calls, from entry to return.  A barrier after each call prevents calls from overlapping; it is
+not timed.  The OSU Micro-Benchmarks (D. K. Panda et al.) use the same method.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def measure(implementations: list[Implementation], case: Case) -> list[Row]:
 
 
 def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communicator) -> None:
-    """Call the functions in `runs` in turn, `TURNS` times each, with a total of `iterations` iterations per function.
+    """Run each function for `iterations` iterations in total, alternating between the functions.
 
-    The argument of each call is the number of iterations to run.
+    The argument of each function is the number of iterations to run.  This is a collective call.
     """
     for turn in range(TURNS):
         part = iterations * (turn + 1) // TURNS - iterations * turn // TURNS
@@ -161,7 +161,7 @@ def take_turns(runs: list[Callable[[int], None]], iterations: int, comm: Communi
 
 
 def values_of_all_ranks(number: float, comm: Communicator) -> Tensor:
-    """Return a tensor with the `number` of each rank, indexed by rank.  This is a collective call."""
+    """Gather `number` from all ranks into a tensor, indexed by rank.  This is a collective call."""
     numbers = torch.zeros(comm.size, dtype=torch.float64)
     numbers[comm.rank] = number
     comm.all_reduce(numbers)

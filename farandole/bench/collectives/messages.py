@@ -18,7 +18,7 @@ from farandole.bench.collectives.values import count_errors, values
 
 
 class Exchange:
-    """Exchanges messages of one size with one implementation; ranks 2 and above only wait."""
+    """Times messages of one size between ranks 0 and 1 with one implementation; other ranks only wait."""
 
     def __init__(self, implementation: Implementation, case: Case) -> None:
         operation, setup, comm = case.operation, case.setup, case.comm
@@ -42,7 +42,7 @@ class Exchange:
             self._wanted = fill(self._peer if self._takes_part else ROOT).to(self._buffers.output.device)
 
     def run(self, iterations: int) -> None:
-        """Run `iterations` round trips or windows."""
+        """Run `iterations` round trips or message windows, depending on the operation."""
         for _ in range(iterations if self._takes_part else 0):
             if self._checked:
                 self._buffers.output.copy_(self._wanted).add_(1)

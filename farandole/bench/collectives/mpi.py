@@ -111,7 +111,7 @@ class Mpi:
 
 
 def reduces(reduction: str) -> bool:
-    """Return whether MPI supports `reduction`; for example, it has no "avg"."""
+    """Return whether MPI supports `reduction`; for example, MPI has no "avg"."""
     return reduction in _REDUCTIONS
 
 

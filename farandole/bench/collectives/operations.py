@@ -39,11 +39,11 @@ class Operation:
     messages: bool = False
 
     def unit(self, ranks: int, itemsize: int) -> int:
-        """Return the number of bytes of which every message size must be a multiple."""
+        """Return the unit in bytes; every message size must be a multiple of it."""
         return itemsize * (ranks if "part" in (self.input, self.output) or self.name == "all_to_all" else 1)
 
     def elements(self, extent: Extent, size: int, ranks: int, itemsize: int) -> int:
-        """Return the number of elements in a buffer of size `extent`, for the message size `size`."""
+        """Return the number of elements in a buffer with extent `extent`, for a message size of `size` bytes."""
         if extent == "none":
             return 0
         return size // itemsize // (ranks if extent == "part" else 1)
@@ -55,12 +55,12 @@ class Operation:
 
     @property
     def sized(self) -> bool:
-        """Whether the operation has a message size; a barrier has none."""
+        """Return whether the operation has a message size; a barrier has none."""
         return self.input != "none"
 
     @property
     def is_bandwidth(self) -> bool:
-        """Whether the result is a bandwidth instead of a latency."""
+        """Return whether the result is a bandwidth instead of a latency."""
         return self.name in ("bw", "bibw")
 
 

@@ -41,7 +41,7 @@ class Work:
 
 
 class Overlap:
-    """Times one operation of one implementation, with and without computation between start and wait."""
+    """Times one operation of one implementation, with and without overlapping computation."""
 
     def __init__(self, implementation: Implementation, case: Case, work: Work) -> None:
         self.implementation = implementation
@@ -55,7 +55,7 @@ class Overlap:
         self.pure_s = self.compute_s = self.overall_s = 0.0
 
     def warm_up(self, iterations: int) -> None:
-        """Time the operation alone, and choose a computation that takes the same time, averaged over the ranks."""
+        """Time the operation alone, and choose a computation that takes equally long."""
         tries = max(1, iterations)
         self._pure(tries)
         self._count = self._work.count_for(float(values_of_all_ranks(self.pure_s / tries, self._comm).mean()))
@@ -109,7 +109,7 @@ def measure_overlap(implementations: list[Implementation], case: Case) -> list[R
 
 
 def hidden(overall: float, compute: float, pure: float) -> float:
-    """Return the percentage of `pure`, the time of the communication alone, that the computation hides.
+    """Return the percentage of the communication time that the computation hides.
 
     Args:
         overall: the time of the communication and the computation together.

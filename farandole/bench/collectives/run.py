@@ -108,7 +108,7 @@ class _Benchmark:
                 self.say(table.line(row))
 
     def check_memory(self) -> None:
-        """Raise BenchError on all ranks if a host has too little memory for the buffers.  This is a collective call."""
+        """Raise BenchError on all ranks if a host has too little memory.  This is a collective call."""
         refusal = ""
         try:
             self.setup.check_memory(self.comm.size, self.runtime.local_size, _copies(self.setup))
@@ -136,7 +136,7 @@ class _Benchmark:
             draw(self.rows, self.comm.size, self.setup.picture)
 
     def result(self) -> dict[str, Any]:
-        """Return the JSON file's content: the measurements, the options, and a description of the job and machine."""
+        """Return the content of the JSON file."""
         setup = asdict(replace(self.setup, json=None, picture=None))
         return {
             "machine": machine(),

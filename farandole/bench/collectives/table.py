@@ -44,7 +44,7 @@ _SIZE_WIDTH = 12
 
 
 class Table:
-    """The text of the table for one operation, one line at a time; the caller prints the lines."""
+    """Formats the table of one operation, one line at a time; the caller prints the lines."""
 
     def __init__(self, operation: Operation, setup: CollectivesSetup) -> None:
         self._operation = operation

@@ -31,7 +31,7 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 def values(rank: int, count: int, dtype: torch.dtype, reduction: str | None) -> Tensor:
     """Return the input of `rank` as a tensor with `count` elements.
 
-    `reduction` is the name of the reduction, or None if the operation does not reduce.
+    `reduction` is the name of the reduction, or None if the operation applies no reduction.
     """
     return _repeated(_period(rank, reduction), count, dtype)
 
@@ -64,7 +64,7 @@ def expected(
 def count_errors(found: Tensor, wanted: Tensor, ranks: int) -> int:
     """Return the number of elements of `found` that differ from `wanted`.
 
-    Floating-point elements are wrong only if their relative error exceeds `ranks` times the machine epsilon.
+    Floating-point elements may have a relative error of up to `ranks` times the machine epsilon.
     """
     errors = 0
     for part, right in zip(found.view(-1).split(_SLICE), wanted.view(-1).split(_SLICE), strict=True):

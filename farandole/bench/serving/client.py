@@ -61,10 +61,10 @@ Most tokenizers encode each of these words as one token.
 
 @dataclass
 class Sample:
-    """The measurements of one request.  Times are in seconds on the clock `time.perf_counter`.
+    """The measurements of one request.  Times are in seconds, as returned by `time.perf_counter`.
 
     Args:
-        arrival: the time at which the request was planned to be sent.
+        arrival: the scheduled send time of the request.
         texts: the times at which parts of the text arrived.
         end: the time at which the response ended or the request failed.
         prompt_tokens, output_tokens: the numbers of tokens, as counted by the server.
@@ -102,7 +102,7 @@ class Sample:
 
     @property
     def gaps(self) -> list[float]:
-        """Return the time in seconds between each part of the text and the next part."""
+        """Return the seconds between consecutive parts of the text."""
         return [after - before for before, after in zip(self.texts, self.texts[1:], strict=False)]
 
 
@@ -112,8 +112,8 @@ class Client:
     Args:
         url: the server's address, with or without `/v1` at the end.
         model: the name of the model, or None for the first model in the server's list.
-        vocabulary: the size of the vocabulary.  If it is given, prompts are sent as token ids; if it is None, they are
-            sent as text that consists of `WORDS`.
+        vocabulary: the size of the vocabulary.  If None, prompts are sent as text that consists of `WORDS`, not as
+            token ids.
         api_key: the API key, or an empty string.
 
     Raises:
@@ -159,7 +159,7 @@ class Client:
             connection.close()
 
     def one_after_another(self, requests: Sequence[Request]) -> list[Sample]:
-        """Send the requests one at a time: each request is sent when the response to the previous one is complete."""
+        """Send each request when the response to the previous request is complete."""
         return [self.send(request, time.perf_counter()) for request in requests]
 
     def at_times(self, requests: Sequence[Request], arrivals: Sequence[float]) -> list[Sample]:
@@ -189,7 +189,7 @@ class Client:
         If the request fails, the sample contains the reason, and no exception is raised.
 
         Args:
-            arrival: the time at which the request was planned to be sent, on the clock `time.perf_counter`.
+            arrival: the scheduled send time of the request, in seconds of `time.perf_counter`.
         """
         sample = Sample(arrival)
         connection = self._kind(self._host, timeout=TIMEOUT_S)
@@ -224,7 +224,7 @@ class Client:
 
 
 def _read(response: http.client.HTTPResponse, sample: Sample) -> None:
-    """Read the server-sent events of `response`, and record their times, token counts and errors in `sample`."""
+    """Record the times, token counts and errors of the server-sent events of `response` in `sample`."""
     is_done = False
     for line in response:
         if not line.startswith(b"data:"):

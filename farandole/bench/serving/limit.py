@@ -1,7 +1,7 @@
 """Lower bounds on a model's serving times on this machine, from the number of weights and two measured speeds.
 
-A step reads all weights from memory once and multiplies each of its tokens by them.  The KV cache and attention are
-not counted, so real times are longer.
+A step reads all weights from memory once, and multiplies each token by them.  The KV cache and attention are not
+counted, so real times are longer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limit:
 
     @property
     def step_s(self) -> float:
-        """Return the time for reading all weights once, which is a lower bound on the time per output token."""
+        """Return the time to read all weights once, a lower bound on the time per output token."""
         return self.weight_bytes / self.bandwidth
 
     def first_token_s(self, prompt_tokens: int) -> float:
@@ -77,8 +77,8 @@ class Limit:
 def measure_limit(model: Transformer) -> Limit:
     """Return the lower bounds for serving `model` in this process.
 
-    This call counts the weights of `model`.  It also measures the speed of memory reads and the speed of a matrix
-    product in the dtype of `model`, with the current number of threads.
+    This call measures the speed of memory reads, and the speed of a matrix product in the dtype of `model`, with the
+    current number of threads.
     """
     kind = next(model.parameters()).dtype
     body, head = _weights(model[1:-1]), _weights(model[-1])  # the embedding is a table

@@ -35,7 +35,7 @@ def ragged_requests(
 
 
 def with_fresh_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[Request]:
-    """Return requests that have the same lengths as `requests`, but different random tokens.
+    """Return requests with the lengths of `requests`, but with different random tokens.
 
     The new tokens prevent a server from reusing the keys and values of the original prompts.
     """
@@ -49,8 +49,7 @@ def with_fresh_prompts(requests: Sequence[Request], vocabulary: int, seed: int) 
 def poisson_arrivals(count: int, rate: float, burst: int, seed: int) -> list[float]:
     """Return the arrival times of `count` requests, in seconds.
 
-    The requests arrive in bursts of `burst` requests.  The bursts form a Poisson process, in which `rate` requests
-    arrive per second on average.
+    Bursts of `burst` requests arrive as a Poisson process, with an average of `rate` requests per second.
     """
     choose, now = random.Random(seed), 0.0
     found: list[float] = []

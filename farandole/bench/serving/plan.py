@@ -86,14 +86,12 @@ class ServingPlan:
     estimates: list[ServingEstimate]
 
     def replicas(self, estimate: ServingEstimate) -> int:
-        """Return the total number of replicas of the model on all ranks, for the mesh of `estimate`."""
+        """Return the number of model replicas on all ranks, for the tensor-parallel size of `estimate`."""
         return self.setup.ranks // estimate.part.tensor
 
 
 def plan_serving(setup: ServingPlanSetup) -> ServingPlan:
-    """Predict the speed for every combination of the choices in `setup`.
-
-    The choices are the precision, the number of tensor-parallel ranks and the number of running sequences.
+    """Predict the speed for each combination of the choices in `setup`.
 
     Raises:
         ConfigError, PlanError, BenchError: if options are invalid.
@@ -233,7 +231,7 @@ def dump(plan: ServingPlan) -> str:
 
 
 def check(plan: ServingPlan) -> list[tuple[ServingEstimate, Measured]]:
-    """Serve the model on this machine, and compare the predictions with measurements.
+    """Serve the model on this machine, and measure its speed for comparison with the predictions.
 
     The model is served with the precision and the number of tensor-parallel ranks of the first prediction.  The speed
     is measured for each number of running sequences that is in the plan and fits in memory.

@@ -39,13 +39,13 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class ServingCheckJobSpec:
-    """The job of the ranks: which model to serve, how to serve it, and where to write the measurements.
+    """The job of the ranks: the model to serve, the serving options, and the file for the measurements.
 
     Args:
         words: the arguments that describe the model, as for a training run.
         tensor: the number of tensor-parallel ranks per replica.
         precision: the dtype of the weights.
-        mix: the fields of `planner.serving.Mix`, the lengths of the prompts and outputs.
+        mix: the lengths of the prompts and outputs, as a dict with the fields of `planner.serving.Mix`.
         running: the numbers of running sequences to measure.
         answer: the file for the measurements.
     """
@@ -81,7 +81,7 @@ def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
     """Measure serving with each number of running sequences in `job_spec.running`.  This is a collective call.
 
     Returns:
-        One measurement for each number, combined over all replicas: the times are means, and the rate is the sum.
+        One `Measured` per item of `running`, combined over all replicas: the times are means, the rate is the sum.
     """
     keep_freed_memory()
     request = read_request(list(job_spec.words), resume=False)
@@ -117,10 +117,7 @@ def measure(job_spec: ServingCheckJobSpec, runtime: Runtime) -> list[Measured]:
 
 
 def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
-    """Serve requests, with `running` sequences in the batch at all times.
-
-    The measurement begins when `running` requests are complete.
-    """
+    """Serve requests with `running` sequences in every batch, and return the measurements."""
     choose = random.Random(running)
     started: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -149,7 +146,7 @@ def _serve(engine: GenerationEngine, mix: Mix, running: int) -> Measured:
             if ended > running:
                 ttft.append(first[output.request] - started[output.request])
                 tpot.append((now - first[output.request]) / max(1, mix.output - 1))
-            elif ended == running:
+            elif ended == running:  # the measurement begins
                 begin, tokens = now, 0
                 steps.clear()
             add(mix.output)
@@ -173,7 +170,7 @@ def _together(comm: Communicator, own: Sequence[Measured], width: int) -> list[M
 
 
 def main(text: str) -> None:
-    """As one of the launched ranks, run the job that is specified by the JSON `text`."""
+    """Run the job specified by the JSON `text` as one of the launched ranks."""
     job_spec = ServingCheckJobSpec(**json.loads(text))
     with farandole.init() as runtime:
         found = measure(job_spec, runtime)

@@ -31,9 +31,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(scenario: str, samples: Sequence[Sample], setup: ServingSetup, limit: Limit | None) -> Summary:
-    """Return a JSON-serializable dictionary with the counts, the percentiles of the times, and the rates of a scenario.
+    """Return the counts, the percentiles of the times, and the rates of a scenario, as a JSON-serializable dict.
 
-    If `limit` is not None, the dictionary also contains the bounds on the times and the rates.
+    If `limit` is not None, the dict also contains the bounds on the times and the rates.
     """
     complete = [sample for sample in samples if sample.is_complete]
     seconds = max(sample.end for sample in samples) - min(sample.arrival for sample in samples)
@@ -78,7 +78,7 @@ def _values(sample: Sample) -> dict[str, Any]:
 
 
 def _limits(scenario: str, complete: Sequence[Sample], setup: ServingSetup, limit: Limit) -> dict[str, float]:
-    """Return the lower bound on each time of a median request, and the upper bound on each rate of the scenario."""
+    """Return lower bounds on the median times, and upper bounds on the rates of the scenario."""
     lengths = [(sample.prompt_tokens, sample.output_tokens) for sample in complete]
     seconds = limit.total_s(lengths, 1 if scenario == "singlestream" else setup.max_running)
     return {
@@ -92,7 +92,7 @@ def _limits(scenario: str, complete: Sequence[Sample], setup: ServingSetup, limi
 
 
 def _mlperf(summary: Summary, setup: ServingSetup) -> str:
-    """Return a line with the result of the scenario in the metric that MLPerf Inference defines for it."""
+    """Return a line with the result of the scenario in the metric of MLPerf Inference."""
     name = SCENARIOS[summary["scenario"]]
     if summary["complete"] < summary["requests"]:
         return f"{name}: invalid, because not all requests are complete"

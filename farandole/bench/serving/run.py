@@ -56,14 +56,7 @@ def _read_key(path: Path) -> str:
 
 
 def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
-    """Read the model in `folder`.
-
-    Returns:
-        The lower bounds on its serving times, and the size of its vocabulary.
-
-    Raises:
-        BenchError: if the model cannot be read, or its context is too short for the requests.
-    """
+    """Return the lower bounds for the model in `folder`, and the size of its vocabulary."""
     try:
         found = read_model(folder, precision=setup.precision)
     except (CheckpointError, ConfigError, DataError, FolderError) as error:
@@ -79,11 +72,7 @@ def _inspect(setup: ServingSetup, folder: Path) -> tuple[Limit, int]:
 
 @contextmanager
 def _serving(setup: ServingSetup, folder: Path) -> Iterator[str]:
-    """Return a context manager that runs `farandole serve` for the model in `folder` and yields the server's address.
-
-    Raises:
-        BenchError: if the server does not start.
-    """
+    """Return a context manager that runs `farandole serve` and yields the server's address."""
     options = ["--port", "0", "--precision", setup.precision, "--max-running", str(setup.max_running)]
     command = [sys.executable, "-m", "farandole", "serve", str(folder), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -104,10 +93,7 @@ def _serving(setup: ServingSetup, folder: Path) -> Iterator[str]:
 
 
 def _find_address(output: IO[str]) -> str | None:
-    """Read the server's output until it contains an address, and return the address.
-
-    Earlier lines are copied to stderr.  If the output ends without an address, return None.
-    """
+    """Return the first address in the server's output, or None; earlier lines are copied to stderr."""
     for line in output:
         if match := re.search(r" on (http://\S+)", line):
             return match[1]

@@ -21,15 +21,15 @@ class ServingSetup:
         url: the address of a running server, or None if `folder` is given.
         model: the name of the model on the server at `url`; None for the server's first model.
         api_key_file: a file with the API key for `url`.
-        precision, max_running: the options of `farandole serve` with which the model in `folder` is served.
+        precision, max_running: the options of `farandole serve` for the model in `folder`.
         scenarios: the scenarios to measure, keys of `SCENARIOS`.
         requests: the number of requests per scenario.
         rate: the mean number of requests per second that arrive in the scenario `server`.
-        burst: the number of requests that arrive together in the scenario `server`.
-        prompt_tokens, output_tokens: the smallest and the largest number of tokens of a request.
+        burst: the number of requests that arrive at the same time in the scenario `server`.
+        prompt_tokens, output_tokens: the minimum and maximum number of tokens per prompt and per output.
         ttft, tpot: the limits on the time to first token and the time per output token, in seconds.  The result of the
             scenario `server` is valid if the 99th percentiles do not exceed these limits.
-        sequential: whether to measure how much faster concurrent requests are than sequential requests.
+        sequential: whether to measure the speed-up of concurrent requests over sequential requests.
     """
 
     folder: Path | None = None

@@ -1,9 +1,9 @@
-"""Measure the speeds that `planner.serving` needs, while all ranks on this machine are busy, and cache the results.
+"""Measure and cache the speeds that `planner.serving` needs.
 
     python -m farandole.bench.serving.speeds FILE      # one rank of the measurement; rank 0 writes FILE
 
-The measurement runs the engine on small models with random weights, and takes about 20 seconds.  Each result is the
-mean over all ranks.
+All ranks on this machine measure at the same time, and each result is the mean over the ranks.  The measurement runs
+the engine on small models with random weights, and takes about 20 seconds.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Speeds:
     def machine(self, memory: int) -> ServingMachine:
         """Return a `ServingMachine` with these speeds and `memory` bytes per rank.
 
-        In fp32, the weights occupy twice their size in memory, because the engine keeps a packed copy.
+        fp32 weights need twice the memory, because the engine also keeps a packed copy of them.
         """
         return ServingMachine(memory=memory, copies={"fp32": 2}, **vars(self))
 
@@ -79,11 +79,11 @@ class Speeds:
 def speeds(ranks: int, *, remeasure: bool = False) -> Speeds:
     """Return the mean speeds of a rank while `ranks` ranks are busy on this machine.
 
-    If there are fewer cores than ranks, the speeds are measured with one rank per core.  A cached result is returned
-    instead, unless `remeasure` is True.
+    If there are fewer cores than ranks, the speeds are measured with one rank per core.  Unless `remeasure` is True,
+    a cached result is used.
 
     Raises:
-        BenchError, LaunchError, SystemExit: as for `measured`.
+        BenchError, LaunchError, SystemExit: as in `measured`.
     """
     return Speeds(
         **measured(
@@ -96,8 +96,8 @@ def measure(runtime: Runtime, fields: Mapping[str, Any] = _LARGE, turns: int = _
     """Measure the speeds of this rank.  This is a collective call.
 
     Args:
-        fields: the fields of `LlamaConfig` for the model with which products and attention are timed.
-        turns: each time is the median of this number of calls.
+        fields: the fields of `LlamaConfig` for the model whose matrix products and attention are timed.
+        turns: the number of calls per measurement.  For overheads the number is multiplied by 4, for all-reduces by 8.
     """
     keep_freed_memory()
     process = data_bytes()
@@ -135,7 +135,7 @@ def _model(**fields: Any) -> Transformer:
 
 
 class _Decode:
-    """Times the steps of a model; all keys and values of earlier positions in the cache are zero."""
+    """Measures the time of a model's inference steps."""
 
     def __init__(self, model: Transformer, runtime: Runtime, turns: int) -> None:
         self._runner, self._runtime, self._turns = Runner(model), runtime, turns
@@ -144,10 +144,7 @@ class _Decode:
         self._memory.resize(_SEQUENCES * self._pages, TILE, 0, 0)
 
     def seconds(self, sequences: int, tokens: int, start: int) -> float:
-        """Return the time of a step that processes `sequences` sequences with `tokens` new tokens each.
-
-        The position of the first new token of each sequence is `start`.
-        """
+        """Return the seconds per step with `tokens` new tokens per sequence, starting at position `start`."""
         spans = [
             Span([1] * tokens, start, range(number * self._pages, (number + 1) * self._pages), 1)
             for number in range(sequences)
@@ -157,10 +154,8 @@ class _Decode:
 
 
 def _overheads(runtime: Runtime, turns: int) -> tuple[float, float, float]:
-    """Measure the overhead of a step in seconds: per step, per layer and per sequence.
-
-    The overheads are fitted to the times of steps of tiny models, whose computation takes almost no time.
-    """
+    """Return the overhead in seconds per step, per layer and per sequence."""
+    # the computation of these tiny models takes almost no time
     rows, times = [], []
     for layers in (2, 10):
         model = _model(layers=layers, **_SMALL)
@@ -176,11 +171,7 @@ def _overheads(runtime: Runtime, turns: int) -> tuple[float, float, float]:
 
 
 def _all_reduce(runtime: Runtime, turns: int) -> tuple[float, float]:
-    """Time a small and a large all-reduce.
-
-    Returns:
-        The time of the small all-reduce in seconds, and the bus bandwidth of the large all-reduce in bytes per second.
-    """
+    """Return the latency of an all-reduce in seconds, and its bus bandwidth in bytes per second."""
     if runtime.size == 1:
         return 0.0, 1e12  # nothing is sent
     small, large = runtime.comm.empty(256), runtime.comm.empty(1 << 18)
@@ -195,7 +186,7 @@ def _seconds(call: Callable[[], object], runtime: Runtime, turns: int) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the element-wise mean of `values`: nested dictionaries and lists of numbers with the same structure."""
+    """Return the element-wise mean of nested dicts and lists that have the same structure."""
     first = values[0]
     if isinstance(first, dict):
         return {name: _mean([each[name] for each in values]) for name in first}
@@ -205,7 +196,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def main(answer: str) -> None:
-    """Measure as one of the launched ranks; rank 0 writes the mean of each speed as JSON to the file `answer`."""
+    """Measure the speeds as one rank; rank 0 writes the means over the ranks as JSON to the file `answer`."""
     with measuring_rank() as runtime:
         every = runtime.comm.all_gather_object(asdict(measure(runtime)))
         if runtime.rank == 0:

@@ -1,4 +1,4 @@
-"""Choose the algorithms for collectives: the algorithms specified by the user, or else the fastest in measurements."""
+"""Choose the algorithms for collectives: the user's choice, or else the fastest measured algorithms."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Recursive doubling, which sends few messages but many bytes.
 
-In step k (counted from 0), each rank exchanges values with the rank whose index differs from its own only in bit k.
+In step k (counted from 0), rank r exchanges values with rank r XOR 2^k.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -26,9 +26,9 @@ def all_reduce(
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
     With 2^k ranks, there are k steps, and each rank sends the whole tensor in every step.  If the number of ranks is
-    not a power of two, 2^k is the largest power of two below it, and there are two additional steps, in which the
-    remaining ranks send the whole tensor and receive the whole result.  In each step, both partners combine their
-    values in rank order, so all ranks get bitwise equal results.
+    not a power of two, only the first 2^k ranks run these steps, with the largest possible k.  Each remaining rank
+    sends its tensor to one of these ranks before the first step, and receives the result after the last step.
+    Partners combine their values in rank order, so all ranks get bitwise equal results.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)

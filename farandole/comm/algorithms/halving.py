@@ -1,7 +1,7 @@
 """Recursive halving, which sends few messages and few bytes.
 
-In each step, a rank keeps half of the range of values that it still reduces.  It sends its values in the other half to
-a partner, and receives the partner's values in the half that it keeps.
+In each step, two partners split their current range of values into halves, one for each partner.  They exchange
+values, so that each partner reduces its half.  This half is the range in its next step.
 
 R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH (2005).
 """
@@ -24,7 +24,8 @@ def reduce_scatter(transport: Transport, parts: Sequence[Tensor], combine: Combi
 
     Args:
         transport: The transport among the ranks.
-        parts: Adjacent parts of one tensor, as returned by `split`.  All other parts on this rank are overwritten.
+        parts: Adjacent parts of one tensor, as returned by `split`.  The other parts on rank i may be
+            overwritten with partial results.
         combine: The reduction.
 
     Raises:

@@ -24,8 +24,8 @@ def all_reduce(
     """All-reduce a one-dimensional tensor, with the same arguments as `ring.all_reduce`.
 
     With p = 2^k ranks, each rank sends 2 (p - 1)/p times the size of the tensor, in 2 k messages.  If the number of
-    ranks is not a power of two, p is the largest power of two below it, and there are two additional steps, in which
-    the remaining ranks send the whole tensor and receive the whole result.
+    ranks is not a power of two, only the first p ranks send these messages, where p is the largest possible power of
+    two.  Each remaining rank first sends its tensor to one of these ranks, and finally receives the result.
     """
     result = tensor if result is None else result
     inner = PowerOfTwo(transport)

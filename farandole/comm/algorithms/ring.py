@@ -1,4 +1,4 @@
-"""Ring algorithms, which send the smallest possible number of bytes, but many messages.
+"""Ring algorithms, which send the minimum number of bytes but many messages.
 
 Every rank sends to its right neighbor and receives from its left neighbor.
 
@@ -25,13 +25,13 @@ def all_reduce(
 ) -> Steps:
     """All-reduce a one-dimensional tensor.
 
-    If there are p ranks, each rank sends 2 (p - 1) messages, each with 1/p of the tensor.  Each part of the tensor is
-    reduced once, along the ring, and the total is then copied to all ranks.  All ranks therefore get bitwise equal
-    results.
+    If there are p ranks, each rank sends 2 (p - 1) messages, each with 1/p of the tensor.  Each part of the tensor
+    is reduced once, along the ring, and the total is then copied to all ranks.  All ranks therefore get bitwise
+    equal results.
 
     Args:
         transport: The transport among the ranks.
-        tensor: The values.  They are overwritten: with the results, or with partial results if `result` is given.
+        tensor: The input.  It is overwritten with the results or, if `result` is given, with partial results.
         combine: The reduction.
         result: The output tensor, by default `tensor`.  If its dtype is narrower than the dtype of `tensor`, results
             are sent in the narrower dtype.

@@ -46,7 +46,7 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether the algorithm has finished."""
+        """Return whether the algorithm has finished."""
         return self._next is None
 
     def advance(self, deadline: float) -> None:
@@ -93,8 +93,8 @@ def power_of_two(ranks: int) -> int:
 class PowerOfTwo:
     """A transport among the first 2^k ranks of `transport`, where k is as large as possible.
 
-    Each remaining rank has a partner among the first 2^k ranks.  It sends its values to the partner and receives the
-    results from the partner.
+    Each remaining rank sends its values to a partner among the first 2^k ranks, and receives the results from this
+    partner.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -133,10 +133,10 @@ class PowerOfTwo:
 
 
 def in_order(combine: Combine, own: Tensor, other: Tensor, own_first: bool) -> None:
-    """Combine `other`, the values of a partner, into `own`, the values of this rank.
+    """Combine the partner's values `other` into this rank's values `own`.
 
-    The partner makes the same call with the roles of `own` and `other` exchanged.  If exactly one of the two ranks
-    passes `own_first=True`, both ranks use the same order of operands and get bitwise equal results.
+    Exactly one of the two partners must pass `own_first=True`.  Both partners then use the same operand order, and
+    get bitwise equal results.
     """
     if own_first:
         combine(own, own, other)

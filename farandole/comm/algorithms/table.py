@@ -64,7 +64,7 @@ class Link:
 
     @cached_property
     def fit(self) -> Fit:
-        """The latency and the time per byte for which the cost models best fit the measurements of this link."""
+        """Return the latency and the time per byte that best fit the measurements of this link."""
         return fit(
             [
                 (COSTS[name], hosts, size, seconds)
@@ -76,7 +76,7 @@ class Link:
 
     @property
     def measured_algorithms(self) -> set[str]:
-        """The names of the algorithms that have been measured."""
+        """Return the names of the measured algorithms."""
         return {name for sizes in self.seconds.values() for times in sizes.values() for name in times}
 
     def predict(self, algorithm: str, hosts: int, size: int) -> float:
@@ -121,8 +121,9 @@ class Table:
     def best(self, hosts: int, size: int) -> str:
         """Return the algorithm to use for an all-reduce of `size` bytes among `hosts` hosts.
 
-        It is not known which of the links connects the hosts.  On each link, an algorithm has a slowdown: its time
-        divided by the time of the fastest algorithm.  The result is the algorithm whose largest slowdown is smallest.
+        The link between the hosts is unknown.  On each link, the slowdown of an algorithm is its time divided by the
+        time of the fastest algorithm.  The result is the algorithm with the smallest worst-case slowdown over all
+        links.
         """
         worst = dict.fromkeys(COSTS, 0.0)
         for link in self.links:

@@ -48,7 +48,7 @@ def binomial(transport: Transport, tensor: Tensor, root: int) -> Steps:
 def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
     """Broadcast `tensor` along a chain: each rank receives from its left neighbor and sends to its right neighbor.
 
-    With p ranks, there are p - 1 steps.  Each rank sends the tensor at most once, so the windows of a large tensor can
+    With p ranks, there are p - 1 steps.  Each rank sends the tensor at most once, so the chunks of a large tensor can
     be pipelined.
     """
     n = transport.size
@@ -60,9 +60,10 @@ def chain(transport: Transport, tensor: Tensor, root: int) -> Steps:
 
 
 def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
-    """Reduce `tensor` into the tensor on rank `root`, over a binomial tree if `tensor` is small, else along a chain.
+    """Reduce `tensor` into the tensor on rank `root`.
 
-    The tensors on the other ranks may be overwritten with partial results.
+    Small tensors are reduced over a binomial tree, and other tensors along a chain.  The tensors on the other ranks
+    may be overwritten with partial results.
     """
     small = tensor.numel() * tensor.element_size() < CHAIN_BYTES
     return (reduce_binomial if small else reduce_chain)(transport, tensor, root, combine)
@@ -71,9 +72,9 @@ def reduce(transport: Transport, tensor: Tensor, root: int, combine: Combine) ->
 def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
     """Reduce `tensor` over a binomial tree into the tensor on rank `root`.
 
-    The relative rank is (rank - root) mod p, with p ranks.  In step k (counted from 0), each rank whose relative rank is
-    an odd multiple of 2^k sends its partial result to the rank whose relative rank is lower by 2^k, and is then
-    finished.  There are ceil(log2(p)) steps.
+    With p ranks, the relative rank is (rank - root) mod p.  In step k (counted from 0), each rank whose relative
+    rank is an odd multiple of 2^k sends its partial result to the rank whose relative rank is lower by 2^k, and is
+    then finished.  There are ceil(log2(p)) steps.
     """
     n = transport.size
     place = (transport.rank - root) % n
@@ -90,7 +91,7 @@ def reduce_binomial(transport: Transport, tensor: Tensor, root: int, combine: Co
 def reduce_chain(transport: Transport, tensor: Tensor, root: int, combine: Combine) -> Steps:
     """Reduce `tensor` along a chain: each rank combines its values with the partial result of its right neighbor.
 
-    With p ranks, there are p - 1 steps.  Each rank sends its partial result at most once, so the windows of a large
+    With p ranks, there are p - 1 steps.  Each rank sends its partial result at most once, so the chunks of a large
     tensor can be pipelined.
     """
     n = transport.size

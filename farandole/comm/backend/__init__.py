@@ -1,1 +1,1 @@
-"""This package's `torch.distributed` backends: the process group class, and the creation of groups."""
+"""The `torch.distributed` backends of this package."""

@@ -27,7 +27,7 @@ def tensors_of(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return a list that contains the given tensor; raise ValueError unless there is exactly one.
+    """Return a list that contains the given tensor; raise ValueError unless there is exactly one tensor.
 
     `call` names the method in the message.
     """
@@ -41,7 +41,7 @@ def one_tensor(call: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def one_list(call: str, tensors: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return the given list of tensors in an outer list; raise ValueError unless there is exactly one list of tensors.
+    """Return the list of tensors in an outer list; raise ValueError unless there is exactly one list.
 
     Args:
         call: The name of the method, for the error message.
@@ -98,9 +98,9 @@ def options_of(given: Any, kind: type, **fields: Any) -> Any:
     """Return `given` if it is a torch options object, or else a new options object.
 
     Args:
-        given: An options object, or another argument that torch allows in its place, such as a timeout.
+        given: An options object, or another value that torch accepts instead, such as a timeout.
         kind: The class of the new options object.
-        fields: Values for the fields of the new object; None and timeouts are ignored.
+        fields: Values for the fields of the new object; values that are None or a `timedelta` are ignored.
     """
     if hasattr(given, "asyncOp"):
         return given

@@ -82,7 +82,7 @@ def form(
     timeout: timedelta,
     options: Options,
 ) -> GroupCore:
-    """Create a group of some ranks of an endpoint.  Exactly the ranks in `members` call this function.
+    """Create a group of some ranks of an endpoint.  The ranks in `members`, and no others, must call this function.
 
     Args:
         members: The ranks of the endpoint that form the group, in the order of their ranks in the group.
@@ -131,10 +131,7 @@ def _endpoint_of(ranks: Sequence[int], is_default: bool) -> Endpoint | None:
 def _inter_node_transport(
     options: Options, host: HostGroup, hosts: list[list[int]], timeout: timedelta
 ) -> Transport | None:
-    """Return this leader's transport to the corresponding leaders of the other hosts.
-
-    The result is None if the C core provides the transport, or if this rank cannot be a leader.
-    """
+    """Return this rank's inter-node transport; None if the C core provides it or this rank is not a leader."""
     if options.transport == "tcp":
         return None
     if options.transport == "nccl" and not has_nccl():

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @exclude_from_dynamo
 class LazyBackend(NoCapabilities):
-    """The result of `_get_backend` for tensors that need no inner torch group.
+    """The backend that `_get_backend` returns for a device that needs no Gloo or NCCL group.
 
     torch usually only queries the capabilities of the backend, sometimes on only one rank.  This class answers these
-    queries itself.  For all other attributes it creates a Gloo backend; the creation is a collective call.
+    queries itself.  Access to any other attribute creates a Gloo backend, which is a collective call.
     `__class__` returns Gloo's class, because torch checks the class before it sets a timeout.
     """
 
@@ -32,7 +32,7 @@ class LazyBackend(NoCapabilities):
         return dist.ProcessGroupGloo
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: this backend does not allocate tensors; `Communicator.empty` does."""
+        """Return False, because this backend does not allocate tensors."""
         return False
 
     def name(self) -> str:

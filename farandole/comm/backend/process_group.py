@@ -1,12 +1,11 @@
-"""The process group class, which maps torch's methods and option objects to a `Communicator`.
+"""The `torch.distributed` process group class of the backends `farandole` and `farandole-mpi`.
 
 torch calls the methods from Python and, through pybind11, from C++ (DDP's reducer, functional collectives, autograd).
-The methods therefore have the names and arguments that torch uses.  Methods that torch 2.13 renamed are available under
-both names.
+The methods therefore have torch's names and arguments.  Methods that torch 2.13 renamed are available under both names.
 
-If the communicator does not support a tensor, an inner torch process group runs the call: NCCL for CUDA tensors, and
-Gloo for sparse tensors.  The inner group is created on first use.  NCCL does not support several ranks on one device;
-if ranks share a device, their CUDA tensors are copied to the host.
+If the backend does not support a tensor, an inner torch process group runs the call: NCCL for CUDA tensors, and Gloo
+for sparse tensors.  The inner group is created on first use.  NCCL does not support several ranks on one device.  If
+ranks share a device, CUDA tensors are copied to the host instead.
 """
 
 # mypy: disable-error-code="override,assignment,attr-defined"
@@ -60,10 +59,10 @@ Pair = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 @exclude_from_dynamo
 class FarandoleProcessGroup(dist.ProcessGroup):
-    """A process group with the backend `farandole` or `farandole-mpi`, created by `torch.distributed`.
+    """A process group of the backend `farandole` or `farandole-mpi`.
 
-    Like the methods of `torch.distributed.ProcessGroup`, the methods for collectives and messages start an operation
-    and return a `Work`.  The operation is complete after `Work.wait`.
+    As in `torch.distributed.ProcessGroup`, collectives, sends and receives return a `Work`.  The operation is complete
+    when `Work.wait` returns.
 
     Args:
         store: The store through which inner torch groups connect.
@@ -113,7 +112,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._backend
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name by which functional collectives find the group; called by torch."""
+        """Set the name by which functional collectives find the group."""
         self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
@@ -121,7 +120,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return self._group_name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Set the description of the group; called by torch."""
+        """Set the description of the group."""
         self._group_desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
@@ -160,10 +159,8 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     get_backend = _get_backend
 
     def _inner(self, tensors: Sequence[Tensor] = ()) -> dist.ProcessGroup:
-        """Return the inner torch group that runs calls with `tensors`, and create it on first use.
-
-        The creation of the group for CPU tensors is a collective call.
-        """
+        """Return the torch process group that runs calls with `tensors`."""
+        # the first access creates the group, which is a collective call for CPU tensors
         return self._dispatcher.fallback_for(tensors).group
 
     # ---- shutdown ----
@@ -180,14 +177,14 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         self._dispatcher.close()
 
     def abort(self) -> None:
-        """Leave the group immediately, so that the pending calls of all threads of this process fail."""
+        """Leave the group immediately; all pending calls of this process fail."""
         self._dispatcher.abort()
 
     def abandon(self, note: str, patience_s: float) -> None:
-        """Leave the group at program exit: notify the other ranks, and stop the threads of the group.
+        """Leave the group at program exit: notify the other ranks, and stop the group's threads.
 
         Args:
-            note: The reason, for the error messages on waiting ranks.
+            note: The reason shown in the errors of waiting ranks.
             patience_s: How long this call may wait for pending operations, in seconds.
         """
         self._dispatcher.abandon(note, patience_s)
@@ -196,16 +193,17 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     @property
     def hosts(self) -> list[list[int]]:
-        """The group's ranks, with one list per host."""
+        """The ranks of the group, as one list per host."""
         core = self._dispatcher.core
         return core.hosts.members if isinstance(core, HierarchicalCore) else [list(range(self._size))]
 
     def between(self, ranks: Sequence[int], channel: int) -> WireTransport:
-        """Return a transport among `ranks` that sends messages with the C core.  This rank must be one of `ranks`.
+        """Return a transport among `ranks` that sends messages with the C core.
 
         Args:
-            channel: The channel number, which keeps the messages separate from other messages between these ranks.
-                Channels 1 and 2 are reserved for collectives.
+            ranks: The ranks that use the transport, including this rank.
+            channel: A number that distinguishes the messages from other messages between these ranks.  Channels 1 and 2
+                are reserved for collectives.
 
         Raises:
             RuntimeError: if the C core is missing.
@@ -213,7 +211,11 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         return WireTransport(self._native_host(), ranks, channel)
 
     def combine(self, dtype: torch.dtype, reduction: str) -> Combine:
-        """Return a function that reduces two tensors with the C core; raise RuntimeError if the C core is missing."""
+        """Return a function that reduces two tensors with the C core.
+
+        Raises:
+            RuntimeError: if the C core is missing.
+        """
         return combine_in_core(self._native_host(), dtype, REDUCTION_NAMES.index(reduction))
 
     def _native_host(self) -> Any:
@@ -280,9 +282,9 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce the lists of all ranks element by element, and store result r in the output tensor on rank r.
+        """Reduce the r-th input tensors of all ranks, and store the result in the output tensor of rank r.
 
-        On each rank, the list contains one tensor per rank.  The tensors in the list may have different lengths.
+        Each rank passes a list with one input tensor per rank.  The tensors in the list may have different lengths.
         """
         outputs, inputs = one_tensor("reduce_scatter", outputs), one_list("reduce_scatter", inputs)
         opts = options_of(opts, dist.ReduceScatterOptions, reduceOp=opts)
@@ -293,7 +295,10 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce `input`, which contains an equal part for each rank, and store this rank's part in `output`."""
+        """Reduce `input` over all ranks, and store this rank's part of the result in `output`.
+
+        `input` contains one part per rank, and all parts have the same length.
+        """
         path = self._path(opts, timeout)
         if path and (work := path.reduce_scatter(output, input, hash(opts.reduceOp))):
             return work
@@ -424,7 +429,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Send `inputs[j]` to rank j, and receive `outputs[i]` from rank i; the lengths may differ."""
+        """Send `inputs[j]` to rank j, and receive `outputs[i]` from rank i; tensors may differ in length."""
         outputs, inputs = tensors_of("all_to_all", outputs), tensors_of("all_to_all", inputs)
         opts = options_of(opts, dist.AllToAllOptions)
         work = self._issue(table.ALL_TO_ALL, [(outputs, inputs)], opts, timeout)
@@ -474,7 +479,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             wait_all_ranks: Whether the error names all late ranks on this host instead of one late rank.
 
         Raises:
-            RankLate: if the timeout expires; the message names the late ranks.
+            RankLate: if the timeout expires.
         """
         opts = dist.BarrierOptions()
         opts.asyncOp = False
@@ -490,20 +495,20 @@ class FarandoleProcessGroup(dist.ProcessGroup):
 
     @torch_keywords
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Start sending a tensor to a rank of the group and return immediately."""
+        """Start sending a tensor to rank `peer` of the group."""
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=True)):
             return work
         return self.communicator.post(one_tensor("send", tensors)[0], peer, tag, sends=True)
 
     @torch_keywords
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Start receiving a tensor from a rank of the group and return immediately."""
+        """Start receiving a tensor from rank `peer` of the group."""
         if len(tensors) == 1 and (work := self._direct.post(tensors[0], peer, tag, sends=False)):
             return work
         return self.communicator.post(one_tensor("recv", tensors)[0], peer, tag, sends=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        """Start receiving a tensor from any rank of the group and return immediately."""
+        """Start receiving a tensor from any rank of the group."""
         return self.communicator.post(
             one_tensor("recv_anysource", tensors)[0], 0, tag, sends=False, any_rank=True
         )
@@ -521,10 +526,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
     # ---- calls ----
 
     def _path(self, opts: Any, timeout: timedelta | None) -> Any:
-        """Return the fast path, which handles common cases, or None if the fast path cannot be used.
-
-        It cannot be used for a call with its own timeout, or without torch's options object.
-        """
+        """Return the fast path, or None if the call has its own timeout or `opts` is not a torch options object."""
         begun = getattr(opts, "asyncOp", None)
         if begun is None or timeout is not None or opts.timeout > _NO_TIMEOUT:
             return None
@@ -540,15 +542,7 @@ class FarandoleProcessGroup(dist.ProcessGroup):
         written: Sequence[Tensor] | None = None,
         copies: Sequence[Tensor] = (),
     ) -> dist.Work | None:
-        """Start an operation for each pair of outputs and inputs, and return one work object for all pairs.
-
-        Return None if the inner torch group must run the operation.
-
-        Args:
-            constants: Further arguments of the operation, such as the root.
-            written: The tensors that are valid after the operation; by default, all outputs.
-            copies: Outputs that are copied to the corresponding tensors in `written` at the end.
-        """
+        """Start one operation per pair of outputs and inputs; return None if the inner torch group must run them."""
         tensors = [each for outputs, inputs in pairs for each in (*outputs, *inputs)]
         if not self._dispatcher.serves(tensors) or self._host is None:
             self._agree_on_sparse(operation, tensors, opts)
@@ -559,16 +553,14 @@ class FarandoleProcessGroup(dist.ProcessGroup):
             calls.append(operation.call(core, outputs, inputs, *reduction, *constants))
         if written is None:
             written = [output for outputs, _ in pairs for output in outputs]
+        # the operations write to `copies`, which replace the tensors in `written`
         if any(copy is not tensor for copy, tensor in zip(copies, written, strict=False)):
             calls.append(partial(_copy_back, written, copies))
         seconds = seconds_of(opts.timeout if timeout is None else timeout)
         return self._dispatcher.issue(_in_turn(calls), written, opts.asyncOp, timeout_s=seconds)
 
     def _agree_on_sparse(self, operation: Operation, tensors: Sequence[Tensor], opts: Any) -> None:
-        """If one of `tensors` is sparse, check that all ranks make the same call with a sparse tensor.
-
-        This check is a collective call.
-        """
+        """If one of `tensors` is sparse, check collectively that all ranks make the same call."""
         core = self._dispatcher.core
         if self._host is None or not isinstance(core, GroupCore):
             return
@@ -592,7 +584,6 @@ def _copy_back(tensors: Sequence[Tensor], copies: Sequence[Tensor], flags: int) 
 
 
 def _in_turn(calls: Sequence[Call]) -> Call:
-    """Return one call that runs `calls` in order."""
     if len(calls) == 1:
         return calls[0]
 

@@ -4,9 +4,9 @@
     for step in ...:
         comm.all_reduce(gradients, "avg", compression=compressor)
 
-Within a host, values are reduced exactly.  Between hosts, each leader reduces a share of the values, and compresses the
-messages that contain this share.  With error feedback, the compression error of a message is added to the next message
-for the same values, so values are delayed but not lost:
+Within a host, values are reduced exactly.  Between hosts, each leader rank reduces a share of the values, and
+compresses its messages.  With error feedback, the compression error of a message is added to the next message for the
+same values, so values are delayed but not lost.
 
 F. Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs (2014).  S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes

@@ -1,4 +1,4 @@
-"""Base classes for compression settings, and for the compression state of a tensor that is reduced repeatedly."""
+"""Base classes for compression settings, and for the compression state of a tensor."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Compression(ABC):
 class Compressor(ABC):
     """The compression state of one tensor that is reduced in one group.
 
-    `state` maps names to tensors.  On each leader, it contains the state of the shares that this leader reduces; save
-    it in this rank's checkpoint.  Tensors whose names start with "residual" contain compression errors, on the same
-    scale as the reduced values.
+    `state` is a dict that maps names to tensors.  On each leader, `state` contains the state of the shares that this
+    leader reduces.  Save `state` in this rank's checkpoint.  Tensors whose names start with "residual" contain
+    compression errors, on the same scale as the reduced values.
     """
 
     def __init__(self, compression: Compression, count: int, parameters: Parameters, exact: int) -> None:
@@ -75,7 +75,7 @@ class Compressor(ABC):
         """Record the group and the reduction on the first call, and check on later calls that both are unchanged.
 
         Raises:
-            ValueError: if the group or the reduction has changed, because the stored residuals would be wrong.
+            ValueError: if the group or the reduction has changed.
         """
         if self._use is None:
             self._use = weakref.ref(group), op
@@ -94,8 +94,8 @@ class Compressor(ABC):
     def windows(self, leaders: int, length: int) -> Iterator[list[int]]:
         """Split the compressed elements of the tensor into windows of about `length` elements.
 
-        For each window, yield the bounds of the leaders' shares: the share of leader i consists of the elements
-        from `bounds[i]` to `bounds[i + 1]`.
+        For each window, yield a list `bounds`.  The share of leader i consists of the elements from `bounds[i]` up to,
+        but not including, `bounds[i + 1]`.
         """
         end = self.count - self.exact
         for start in range(0, end, length):
@@ -106,7 +106,7 @@ class Compressor(ABC):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Replace `share` by the approximate sum of `share` times `factor` over the hosts.
+        """Replace `share` with the approximate sum of `factor * share` over all hosts.
 
         All hosts get bitwise equal results.
 
@@ -119,9 +119,9 @@ class Compressor(ABC):
         """
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the number of bytes sent between hosts, relative to an all-reduce in fp32 without compression.
+        """Return the ratio of the bytes sent between hosts to the bytes of an uncompressed fp32 all-reduce.
 
-        The planner uses the result; the default is 1.
+        This base class returns 1.
         """
         return 1.0
 
@@ -150,11 +150,7 @@ class Compressor(ABC):
         return self.state[name]
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Return the tensor `name` from the state, or None if it is missing or is not an fp32 tensor of this shape.
-
-        A tensor that does not match was saved with other shares or settings.  It is discarded, and a warning is logged
-        once.
-        """
+        """Return tensor `name` from the state; if its shape, dtype or device is wrong, discard it and return None."""
         tensor = self.state.get(name)
         if tensor is None:
             return None

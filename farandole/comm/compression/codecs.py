@@ -44,7 +44,7 @@ class Int8(Compression):
     """Compresses fp32 values to 8-bit integers, which reduces the size to about a quarter.
 
     `block` is the number of values per block.  Each block has its own scale: its largest magnitude divided by 127.  If
-    a block contains an infinity or a NaN, all its values are decoded as NaN.
+    a block contains an infinity or a NaN, all values of the block are decoded as NaN.
 
     T. Dettmers: 8-bit approximations for parallelism in deep learning (2016).
 
@@ -66,7 +66,7 @@ class Int8(Compression):
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes fp32 values as messages, and decodes them, with the C core (`native/codecs.inc`).
+    """Encodes fp32 values as messages, and decodes messages, with the C core (`native/codecs.inc`).
 
     Args:
         dtype: The dtype of the encoded values.
@@ -79,7 +79,7 @@ class Codec:
     SCALE_BYTES: ClassVar[int] = 4
 
     def message(self, count: int) -> Tensor:
-        """Return an uninitialized message for `count` values."""
+        """Return an uninitialized buffer for a message of `count` values."""
         scales = -(-count // self.block) * self.SCALE_BYTES if self.dtype is torch.int8 else 0
         return torch.empty(scales + count * self.dtype.itemsize, dtype=torch.uint8, device="cpu")
 
@@ -106,7 +106,7 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """Decode `message`, and add the values to `x * factor`; the result is stored in `x`."""
+        """Set `x` to `x * factor` plus the values decoded from `message`."""
         status = native.library().frd_decode(
             TYPES[self.dtype], message.data_ptr(), x.data_ptr(), factor, x.numel(), self.block
         )
@@ -125,10 +125,10 @@ class CodecCompressor(Compressor):
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Sum `share` times `factor` over the hosts with `direct.all_reduce`, in which each host sums one part."""
+        """Replace `share` with the sum of `factor * share` over all hosts; see `direct.all_reduce`."""
         return all_reduce(transport, share, self._codec, self.residual(start, share), factor)
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the encoded size relative to the size in fp32."""
+        """Return the ratio of the encoded size to the size in fp32."""
         block = self._codec.block
         return self._codec.message(block).nbytes / (block * torch.float32.itemsize)

@@ -1,8 +1,8 @@
 """All-reduce of encoded values: all ranks send part i to rank i, which sends the encoded sum back to all ranks.
 
 Each value is encoded twice, once as a summand and once as a sum.  In a ring among p ranks, each value would be encoded
-p times.  Error feedback corrects both errors: H. Tang et al., DoubleSqueeze: parallel stochastic gradient descent with
-double-pass error-compensated compression (2019).
+p times.  Error feedback corrects the errors of both encodings: H. Tang et al., DoubleSqueeze: parallel stochastic
+gradient descent with double-pass error-compensated compression (2019).
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from farandole.comm.transport import Transport
 
 
 class Encoder(Protocol):
-    """Encodes values as messages, and decodes them; the length of a message depends only on the number of values."""
+    """Encodes values as messages, and decodes messages.
+
+    The length of a message depends only on the number of values.
+    """
 
     def message(self, count: int) -> Tensor:
-        """Return an uninitialized message for `count` values."""
+        """Return an uninitialized buffer for a message of `count` values."""
 
     def encode(
         self, x: Tensor, factor: float, residual: Tensor | None, decoded: Tensor | None = None
@@ -31,7 +34,7 @@ class Encoder(Protocol):
         """
 
     def decode(self, message: Tensor, x: Tensor, factor: float = 0.0) -> None:
-        """Decode `message`, and add the values to `x * factor`; the result is stored in `x`."""
+        """Set `x` to `x * factor` plus the values decoded from `message`."""
 
 
 def all_reduce(
@@ -46,10 +49,9 @@ def all_reduce(
     Args:
         transport: The transport among the ranks.
         tensor: The values of this rank, which are overwritten with the sum.
-        codec: The encoding of the messages.
-        residual: The compression errors of the previous call, which are added to the values, or None.  They are
-            overwritten: for the part that this rank sums, with the encoding error of the sum; for each other part,
-            with the encoding error of this rank's summand.
+        codec: The encoder of the messages.
+        residual: The compression errors of the previous call, or None.  The errors are added to the values and then
+            overwritten with the errors of this call.
         factor: The factor by which the values are multiplied before they are summed.
     """
     me, n = transport.rank, transport.size

@@ -1,4 +1,4 @@
-"""PowerSGD, which approximates a gradient matrix by the product of two narrow matrices, its factors.
+"""PowerSGD compression, which approximates a gradient matrix by the product of two narrow matrices, the factors.
 
 The factors are computed by one step of power iteration.  They are summed by an ordinary all-reduce over the hosts.
 
@@ -48,7 +48,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A `rows` x `columns` matrix that starts at element `start` of a flat tensor; its factors have rank `rank`."""
+    """A matrix that starts at element `start` of a flat tensor, and the rank of its factors."""
 
     start: int
     rows: int
@@ -142,7 +142,7 @@ class PowerSGDCompressor(Compressor):
                 remember(residual[m.start - start : m.end - start], missed)
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the number of values in the factors and outside the matrices, relative to the number of all values."""
+        """Return the number of values sent, divided by the number of values in the tensor."""
         saved = sum(
             m.rows * m.columns - m.rank * (m.rows + m.columns) for m in self._matrices_in(0, self.count)
         )
@@ -160,13 +160,10 @@ class PowerSGDCompressor(Compressor):
         return [square] if square.worth_it else []
 
     def _right_factor(self, matrix: _Matrix) -> Tensor:
-        """Return the right factor of `matrix` from the previous call.
-
-        If there was no previous call, the factor is random.  Otherwise, rows of zeros are replaced by random rows.  The
-        random values are equal on all hosts.
-        """
+        """Return the previous right factor of `matrix`, with random rows in place of missing or zero rows."""
         q = self._stored(f"right.{matrix.start}", (matrix.rank, matrix.columns))
         if q is None or not q.any(1).all():
+            # the seed makes the random values equal on all hosts
             chance = torch.rand(
                 matrix.rank, matrix.columns, generator=torch.Generator().manual_seed(matrix.start)
             ).sub_(0.5)
@@ -175,6 +172,6 @@ class PowerSGDCompressor(Compressor):
 
 
 def _between(matrices: list[_Matrix], start: int, end: int) -> list[tuple[int, int]]:
-    """Return the ranges (first, end) of elements between `start` and `end` that belong to none of `matrices`."""
+    """Return the ranges (first, end) of elements from `start` to `end` that are outside all matrices."""
     starts, ends = [m.start for m in matrices], [m.end for m in matrices]
     return [(a, b) for a, b in zip([start, *ends], [*starts, end], strict=True) if a < b]

@@ -20,7 +20,11 @@ _NAMED: dict[str, Compression | None] = {
 
 
 def compression_named(name: str) -> Compression | None:
-    """Return the compression with this name and default settings; raise ValueError for an unknown name."""
+    """Return the compression with this name and default settings.
+
+    Raises:
+        ValueError: if the name is unknown.
+    """
     if name not in _NAMED:
         raise ValueError(f"expected the compression to be one of {', '.join(_NAMED)}, got {name!r}")
     return _NAMED[name]

@@ -21,9 +21,9 @@ from farandole.comm.transport import Transport
 class TopK(Compression):
     """Sends only the values with the largest magnitudes, and their indices.
 
-    The fraction `ratio` of the values is sent, but at least one value.  A value and its index take 8 bytes.  Each host
-    receives the values that all other hosts send.  With p hosts and a tensor of S bytes in fp32, each host therefore
-    receives (p - 1) * ratio * 2 S bytes.
+    The number of values sent is `ratio` times the number of values, rounded up.  A value and its index take 8 bytes.
+    Each host receives the values that all other hosts send.  With p hosts and a tensor of S bytes in fp32, each host
+    therefore receives (p - 1) * ratio * 2 S bytes.
 
     Raises:
         ValueError: unless 0 < `ratio` <= 1.
@@ -47,13 +47,13 @@ class TopKCompressor(Compressor):
         self._ratio = compression.ratio
 
     def sent_fraction(self, hosts: int) -> float:
-        """Return the number of bytes sent (values and indices), relative to an uncompressed all-reduce in fp32."""
+        """Return the ratio of the bytes sent (values and indices) to the bytes of an uncompressed fp32 all-reduce."""
         return self._ratio * hosts
 
     def reduce(
         self, share: Tensor, transport: Transport, start: int, factor: float, exactly: Reduce
     ) -> Steps:
-        """Replace `share` by the sum of the values that all hosts send, added in host order."""
+        """Replace `share` with the sum of the values that all hosts send, added in host order."""
         residual = self.residual(start, share)
         values = compensated(share, factor, residual)
         kept = math.ceil(self._ratio * values.numel())

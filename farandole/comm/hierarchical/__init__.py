@@ -1,1 +1,1 @@
-"""Groups on several hosts, with shared memory within a host and messages between hosts."""
+"""Groups that span several hosts, with shared memory within a host and messages between hosts."""

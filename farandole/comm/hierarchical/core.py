@@ -1,10 +1,10 @@
 """Operations on several hosts, with shared memory within a host and messages between the hosts' leaders.
 
-On every host the first `leaders` ranks are leaders, and each leader handles one share of a tensor.  Share l is first
-reduced to leader l in shared memory, then reduced among the l-th leaders of all hosts, and finally distributed in
-shared memory.  All leaders work in parallel.  A link therefore carries each byte once, regardless of the number of
-ranks per host, and several ranks keep the link busy.  A large tensor is split into windows, so that the link and shared
-memory process different windows in parallel.
+The first `leaders` ranks of every host are leaders.  A tensor is split into one share per leader.  On each host,
+share l is reduced to leader l in shared memory.  The l-th leaders of all hosts then reduce share l over the hosts.
+Finally, the result is distributed in shared memory.  All leaders work in parallel and keep the link busy.  A link
+carries each byte once, regardless of the number of ranks per host.  A large tensor is split into windows, so that the
+link and shared memory process different windows in parallel.
 
 M. Bayatpour et al.: Scalable reduction collectives with data partitioning-based multi-leader design (SC 2017).
 """
@@ -168,7 +168,7 @@ class HierarchicalCore(GroupCore):
             )
 
     def agree(self, call: CallRecord, flags: int) -> None:
-        """Check that all ranks make the call that is described by `call`."""
+        """Check that all ranks make the call described by `call`."""
         with self._declared(flags, Operation(call.operation), op=call.op, root=call.root, record=call):
             pass
 
@@ -186,11 +186,7 @@ class HierarchicalCore(GroupCore):
         split: Sequence[int] = (),
         record: CallRecord | None = None,
     ) -> Iterator[None]:
-        """Run the `with` block as a collective call, and check that all ranks make the same call.
-
-        The ranks of this host agree before the block starts.  The hosts exchange their calls during the block.  The
-        exchange is complete before any host uses data from another host, but data may be sent earlier.
-        """
+        """Run the `with` block as a collective call, and check that all ranks make the same call."""
         call = record or CallRecord()
         call.operation, call.op, call.root = operation, op, root
         if tensor is not None:
@@ -201,6 +197,7 @@ class HierarchicalCore(GroupCore):
         self._deadline = time.monotonic() + self.host.call_timeout_s
         try:
             self.host.check(self.host.core.frd_declare(self.host.handle, ctypes.byref(call), flags))
+            # this exchange is complete before any host uses data from another host, but data may be sent earlier
             self._agreement = Running(self.hosts.agree())
             yield
             self._agreement.finish(self._deadline)
@@ -223,7 +220,7 @@ class HierarchicalCore(GroupCore):
         )
 
     def _run(self, steps: Steps) -> None:
-        """Run an inter-node algorithm; first wait until the hosts have agreed on the call."""
+        """Wait until the hosts have agreed on the call, then run an inter-node algorithm."""
         self._finish(Running(steps))
 
     def _finish(self, running: Running | None) -> None:
@@ -232,12 +229,11 @@ class HierarchicalCore(GroupCore):
             running.finish(self._deadline)
 
     def _all_reduce(self, flat: Tensor, reduction: int, flags: int) -> None:
-        """Reduce a tensor over all ranks in place."""
+        """All-reduce `flat` in place."""
         how = Accumulation.of(flat.dtype, reduction, self.size)
         self._reduce_in_windows(self._windows(flat, how), how.reduction, flags)
 
     def _windows(self, flat: Tensor, how: Accumulation) -> Iterator[Window]:
-        """Split a tensor into windows; the size of a window determines its inter-node algorithm."""
         for window in windows_of(flat, how):
             results = self._shares(window)
             shares = results if how.dtype is flat.dtype else self._shares(window.to(how.dtype))
@@ -251,10 +247,7 @@ class HierarchicalCore(GroupCore):
     def _all_reduce_compressed(
         self, flat: Tensor, averages: bool, compressor: Compressor, flags: int
     ) -> None:
-        """Sum `flat` in place, or average it if `averages` is set; compress the data that is sent between hosts.
-
-        The last `compressor.exact` elements are not compressed.
-        """
+        """All-reduce `flat` in place; between hosts, compress all but the last `compressor.exact` elements."""
         factor = 1 / self.hosts.ranks if averages else 1.0
         exact = flat[flat.numel() - compressor.exact :]
         how = Accumulation.of(flat.dtype, _AVG if averages else _SUM, self.size)
@@ -276,12 +269,7 @@ class HierarchicalCore(GroupCore):
             )
 
     def _reduce_in_windows(self, windows: Iterable[Window], reduction: int, flags: int) -> None:
-        """Reduce `windows` over all ranks in a pipeline.
-
-        Each window is reduced within the host, then this rank's share is reduced over the hosts, and then the results
-        are distributed within the host.  The second inter-node message of a window is sent while the first messages of
-        later windows arrive.
-        """
+        """Reduce `windows` over all ranks in a pipeline."""
         me = self.host.rank
         waiting: deque[Running] = deque()  # in the order of message arrival
 
@@ -295,6 +283,7 @@ class HierarchicalCore(GroupCore):
             return window, link
 
         def complete(window: Window, link: Running) -> None:
+            # take turns, so the second message of a window is sent while the first messages of later windows arrive
             while not link.done:
                 self._agreement.finish(self._deadline)
                 first = waiting.popleft()
@@ -306,7 +295,6 @@ class HierarchicalCore(GroupCore):
         in_windows(windows, begin, complete)
 
     def _reduce(self, source: Tensor, target: Tensor, reduction: int, root: int, flags: int) -> None:
-        """Reduce `source` over all ranks into `target` on rank `root`, in windows."""
         how = Accumulation.of(source.dtype, reduction, self.size)
         combine = combine_in_core(self.host, how.dtype, how.reduction)
         root_host, me = self.hosts.index_of(root), self.host.rank
@@ -336,17 +324,14 @@ class HierarchicalCore(GroupCore):
         in_windows(windows_of(source, how), begin, complete)
 
     def _shares(self, flat: Tensor) -> list[Tensor]:
-        """Split a tensor into one share per rank on this host; the shares of ranks that are not leaders are empty."""
+        """Split a tensor into one share per rank on this host; only leaders have nonempty shares."""
         leaders = self.hosts.leaders
         return split(flat, leaders) + [flat[:0]] * (self.host.size - leaders)
 
     def _reduce_scatter(
         self, source: Tensor, counts: Sequence[int], own: Tensor, reduction: int, flags: int
     ) -> None:
-        """Reduce `source` over all ranks and store this rank's part in `own`.
-
-        The part for rank r has `counts[r]` elements.
-        """
+        """Reduce `source` over all ranks into `own`; rank r receives `counts[r]` elements of the result."""
         how = Accumulation.of(source.dtype, reduction, self.size)
         me = self.host.rank
         pieces = []  # this leader's share of each host's block
@@ -371,10 +356,7 @@ class HierarchicalCore(GroupCore):
     def _all_gather(
         self, source: Tensor, counts: Sequence[int], targets: Sequence[Tensor], flags: int
     ) -> None:
-        """Gather `source` from each rank r into `targets[r]` on all ranks.
-
-        `source` has `counts[r]` elements on rank r.
-        """
+        """Gather rank r's `source`, which has `counts[r]` elements, into `targets[r]` on all ranks."""
         whole = torch.empty(sum(counts), dtype=source.dtype, device="cpu")
         blocks = self.hosts.blocks(whole, counts)
         own_block = list(blocks[self.hosts.index].split([counts[r] for r in self.host.members]))
@@ -390,7 +372,6 @@ class HierarchicalCore(GroupCore):
                 targets[rank].copy_(part)
 
     def _broadcast(self, flat: Tensor, root: int, flags: int) -> None:
-        """Copy the tensor from rank `root` to all other ranks, in windows."""
         source = self.hosts.index_of(root)
 
         def begin(number: int, window: Tensor) -> tuple[list[Tensor], Running]:
@@ -413,16 +394,12 @@ class HierarchicalCore(GroupCore):
 
 
 def _fingerprint(counts: Sequence[int]) -> int:
-    """Return a hash of a list of counts; the hash is never 0, because 0 means that there is no list."""
+    """Return a nonzero hash of a list of counts; 0 means that there is no list."""
     return zlib.crc32(array("q", counts)) or 1
 
 
 def _record_of(tensor: Tensor, counts: Sequence[int] | None) -> CallRecord:
-    """Return the call record for a gather or a scatter.
-
-    If `counts` is None, every rank's part has the size of `tensor`; otherwise, the part of rank r has `counts[r]`
-    elements.
-    """
+    """Return the call record for a gather or a scatter."""
     if counts is None:
         return CallRecord(type=TYPES[tensor.dtype], count=tensor.numel())
     return CallRecord(type=TYPES[tensor.dtype], count=sum(counts), layout=_fingerprint(counts))

@@ -7,7 +7,7 @@ Ranks on one host exchange tensors through shared memory.  There are two inter-n
                 one rank of the receiving host distributes them.  With m and n ranks on the two hosts, the number of
                 messages decreases by a factor of m n.
 
-The ranks of a host share this work: each rank handles the aggregated messages to and from some of the other hosts.
+Each rank of a host sends and receives the aggregated messages for some of the other hosts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HostExchange:
         self._distribute(pairs, received, outputs, flags)
 
     def _pairs(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int) -> list[HostPair]:
-        """Return one `HostPair` per remote host, with the number of elements to send between each pair of ranks."""
+        """All-gather the element counts on this host; return one `HostPair` per remote host."""
         hosts, host = self._hosts, self._host
         own = torch.tensor([[part.numel() for part in parts] for parts in (inputs, outputs)], device="cpu")
         counts = torch.empty(host.size, 2, hosts.ranks, dtype=torch.int64, device="cpu")
@@ -121,10 +121,7 @@ class HostExchange:
         return pairs
 
     def _aggregates(self, counts: Tensor, element_size: int) -> bool:
-        """Return whether to aggregate the messages in one direction between two hosts.
-
-        Both hosts must pass the same `counts`, so that they make the same choice.
-        """
+        """Return whether to aggregate messages between two hosts; both hosts must pass the same `counts`."""
         size = int(counts.sum()) * element_size // counts.numel()
         return counts.numel() > 1 and self._aggregated("all_to_all", size, max(counts.shape))
 
@@ -132,7 +129,7 @@ class HostExchange:
         return self._choice.exchange(operation, size, ranks) == "aggregated"
 
     def _compare(self, pair: HostPair, sent: Tensor) -> None:
-        """Fail the group unless the counts in `sent`, from the other host, equal the counts that this host expects."""
+        """Fail the group unless the counts that the other host sent (`sent`) equal the counts that this host expects."""
         sent = sent.view(len(pair.members), self._host.size).t()
         if torch.equal(sent, pair.received):
             return
@@ -147,11 +144,7 @@ class HostExchange:
     def _collect(
         self, pairs: list[HostPair], outputs: Sequence[Tensor], inputs: Sequence[Tensor], flags: int
     ) -> dict[int, Tensor]:
-        """Exchange tensors within this host, and collect the aggregated messages that this rank sends.
-
-        Returns:
-            A dictionary that maps each receiving rank on another host to the message for that rank.
-        """
+        """Exchange tensors within this host; return a dict that maps remote ranks to messages to send."""
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_sent]
         own = [pair for pair in pairs if pair.leader == me]
@@ -178,10 +171,7 @@ class HostExchange:
     def _distribute(
         self, pairs: list[HostPair], received: dict[int, Tensor], outputs: Sequence[Tensor], flags: int
     ) -> None:
-        """Copy the tensors in the received aggregated messages to the `outputs` of the ranks on this host.
-
-        `received[r]` is the message from rank r.  The tensors in a message are ordered by sender, then by receiver.
-        """
+        """Copy the tensors in the received messages to the `outputs` of the ranks on this host."""
         host, me = self._host, self._host.rank
         pairs = [pair for pair in pairs if pair.aggregates_received]
         if not pairs:
@@ -189,6 +179,7 @@ class HostExchange:
         parcels: list[list[Tensor]] = [[] for _ in range(host.size)]
         for pair in pairs:
             if pair.leader == me:
+                # the tensors in a message are ordered by sender, then by receiver
                 pieces = received[pair.peer].split(pair.received.t().reshape(-1).tolist())
                 for rank in range(host.size):
                     parcels[rank] += pieces[rank :: host.size]
@@ -233,7 +224,7 @@ class HostExchange:
     def scatter(
         self, output: Tensor, inputs: Sequence[Tensor], root: int, counts: Sequence[int], flags: int
     ) -> None:
-        """Send `inputs[r]`, with `counts[r]` elements, from rank `root` to rank r."""
+        """Send `inputs[r]`, with `counts[r]` elements, from rank `root` to `output` on rank r."""
         hosts, host = self._hosts, self._host
         aggregated = self._aggregated("scatter", max(counts) * output.element_size(), hosts.largest)
         if hosts.index == hosts.index_of(root):
@@ -253,12 +244,7 @@ class HostExchange:
     def _post_blocks(
         self, tensors: Sequence[Tensor], root: int, counts: Sequence[int], aggregated: bool, *, sends: bool
     ) -> tuple[dict[tuple[int, ...], Tensor], list[Pending]]:
-        """Post the root's messages to or from the other hosts.
-
-        Returns:
-            A dictionary that maps the ranks of each remote host to the receive buffer for that host, and the list of
-            posted messages.  The dictionary is empty unless aggregated messages are received.
-        """
+        """Post the root's sends or receives; return the buffers of aggregated receives, and the posted messages."""
         hosts = self._hosts
         post = hosts.all.send if sends else hosts.all.recv
         blocks: dict[tuple[int, ...], Tensor] = {}
@@ -277,12 +263,7 @@ class HostExchange:
         return blocks, messages
 
     def _host_block(self, like: Tensor, root: int, counts: Sequence[int]) -> tuple[int, Tensor, list[Tensor]]:
-        """Prepare the aggregated message between this host and `root`.
-
-        Returns:
-            The local rank on this host that exchanges the message with `root`, the message buffer, and the part of the
-            buffer for each rank on this host.  On all other ranks, the buffer is empty and there are no parts.
-        """
+        """Return the local rank that communicates with `root`, the message buffer, and one view of the buffer per rank."""
         host = self._host
         leader = root % host.size
         if host.rank != leader:

@@ -19,10 +19,10 @@ _LEADERS, _ALL = 1, 2  # channel numbers
 
 
 class Hosts:
-    """The ranks of a group by host; `members[h]` lists the ranks on host h.
+    """The ranks of a group, listed by host: `members[h]` contains the ranks on host h.
 
-    If this rank is a leader (`leads`), `transport` connects it with the leaders that have the same local rank on the
-    other hosts.  The ranks in this transport are host numbers.  `all` connects any two ranks of the group.
+    `transport` connects the leaders that have the same local rank on different hosts; its ranks are host numbers.
+    Only leaders, where `leads` is True, have this transport.  `all` is a transport between any two ranks of the group.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Hosts:
 
     @property
     def transport(self) -> Transport:
-        """The transport that connects this leader with the leaders that have the same local rank on the other hosts."""
+        """The transport between this leader and the leaders with the same local rank on other hosts."""
         assert self._transport is not None, "only leaders have a transport"
         return self._transport
 
     def index_of(self, rank: int) -> int:
-        """Return the host number of a rank."""
+        """Return the number of the host on which `rank` runs."""
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
     def blocks(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Split a tensor with one part per rank into one block per host.
+        """Split `flat`, in which rank r's part has `counts[r]` elements, into one block per host.
 
         A block is a view if the ranks of the host are consecutive, else a copy.
         """
@@ -82,8 +82,8 @@ class Hosts:
     def agree(self) -> Steps:
         """Compare this host's declared call with the previous host's call.
 
-        Every host does this, so a mismatch between any two hosts is found.  Later messages are sent without waiting for
-        the comparison, which therefore adds no latency.
+        Every host does this, so a mismatch between any two hosts is found.  Messages may be sent before the
+        comparison is complete, so the comparison adds no latency.
         """
         if self._agreement is None:
             return
@@ -98,7 +98,7 @@ class Hosts:
             self._fail(Status.MISMATCH, self._agreement.group_rank(before), other, own)
 
     def fail_uneven(self, sender: int, receiver: int, sent: int, expected: int) -> NoReturn:
-        """Fail the group because `sender` sent `sent` elements to `receiver`, which expected `expected` elements."""
+        """Fail the group: `sender` sent `sent` elements, but `receiver` expected `expected` elements."""
         call, counts = self._own_call(), Call(count=sent, layout=expected, root=receiver)
         self._fail(Status.COUNT_MISMATCH, sender, call, counts)
 
@@ -119,9 +119,9 @@ class Hosts:
         host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
 
     def release(self) -> None:
-        """Cancel all messages that are still pending; called after each collective.
+        """Cancel all pending messages; called after each collective.
 
-        Messages are still pending at that time only if the collective failed.
+        Messages are still pending only if the collective failed.
         """
         self.all.release()
         if self._agreement is not None:

@@ -1,4 +1,4 @@
-"""Division of a large tensor into windows, so that shared memory and the inter-node link work in parallel."""
+"""Splits large tensors into windows, so that shared memory and the inter-node link work in parallel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Accumulation:
 
     @classmethod
     def of(cls, dtype: torch.dtype, reduction: int, ranks: int) -> Accumulation:
-        """Return how to reduce `ranks` tensors: the accumulation dtype, the reduction and the final conversion."""
+        """Return the `Accumulation` for a reduction of `ranks` tensors."""
         averages, whole = reduction == _AVG, not dtype.is_floating_point
         wide = dtype
         if averages and whole:
@@ -81,7 +81,7 @@ def in_windows(
 ) -> None:
     """Call `begin` and later `complete` for each window, in order.
 
-    Up to `WINDOWS_AHEAD` further windows are begun before the oldest window is completed.
+    `begin` is called for up to `WINDOWS_AHEAD` further windows before the oldest window is completed.
     """
     under_way: deque[tuple[Any, ...]] = deque()
     for number, window in enumerate(windows):

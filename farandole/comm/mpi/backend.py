@@ -35,7 +35,7 @@ def create(opts: Any, backend_options: Any = None) -> FarandoleProcessGroup:
 
 
 def core_over(comm: Any, timeout: timedelta) -> MpiCore:
-    """Return an implementation over a duplicate of an mpi4py communicator.  This is a collective call."""
+    """Return an `MpiCore` over a duplicate of the mpi4py communicator `comm`; all ranks of `comm` call this."""
     mpi_engine = engine()
     with mpi_engine.making_group(), mpi_engine.lock:
         copy = comm.Dup()
@@ -55,10 +55,7 @@ def _make_group(
     name: str,
     backend: str = "farandole-mpi",
 ) -> FarandoleProcessGroup:
-    """Return a process group of the world ranks `ranks`; all these ranks must call this function.
-
-    `rank` is this rank in the group.
-    """
+    """Return a process group of the world ranks `ranks`; all these ranks must call this function."""
     report_untested(ranks[rank])
     is_default = name in ("0", "default", "default_pg")
     who = "the default group" if is_default else f"group {name!r} (ranks {', '.join(map(str, ranks))})"
@@ -80,7 +77,7 @@ def _core(group: MpiGroup, name: str = "farandole-mpi") -> MpiCore:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Handle `init_method="mpi://"`: MPI defines rank and size, and rank 0 hosts the store."""
+    """Yield the store, rank and world size for `init_method="mpi://"`; rank 0 hosts the store."""
     world = engine().mpi.COMM_WORLD
     yield _world_store(timeout), world.Get_rank(), world.Get_size()
     raise RuntimeError(
@@ -132,10 +129,10 @@ def _store_over(comm: Any, timeout: timedelta) -> dist.Store:
 
 
 def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
-    """Make `init_process_group("mpi")` create this package's groups and `is_mpi_available()` return True.
+    """Register this package as torch's backend `mpi`; `is_mpi_available()` then returns True.
 
-    This replaces torch's class for MPI groups, even if torch was built with MPI.  Rank and world size come from MPI,
-    and torch passes no timeout.
+    This replaces torch's class for MPI groups, even if torch was built with MPI.  Rank and world size come from MPI.
+    torch passes no timeout to MPI groups, so they use `timeout_s`.
 
     Args:
         timeout_s: The timeout, in seconds, of all groups created after this call.
@@ -147,10 +144,7 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT.total_seconds()) -> None:
 
         @staticmethod
         def create(ranks: list[int]) -> FarandoleProcessGroup:
-            """Return a group of these world ranks, or of all ranks if `ranks` is empty.
-
-            Only the members of the group call this function.
-            """
+            """Return a group of the world ranks `ranks` (empty: all ranks); only these ranks call this method."""
             world = engine().mpi.COMM_WORLD
             members = list(ranks) or list(range(world.Get_size()))
             if not ranks:

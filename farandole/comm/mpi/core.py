@@ -95,7 +95,7 @@ class MpiCore(GroupCore):
         return True
 
     def subgroup(self, members: Sequence[int]) -> MpiCore:
-        """Return an implementation for the group of `members`; only these ranks call this method."""
+        """Return an `MpiCore` for the group of `members`; only these ranks call this method."""
         return MpiCore(self.group.subgroup(members), self.name)
 
     # ---- reductions ----
@@ -148,10 +148,7 @@ class MpiCore(GroupCore):
     def _reduce_here(
         self, output: Tensor | None, input: Tensor, reduction: int, root: int | None, flags: int
     ) -> None:
-        """Reduce in windows: every rank reduces one part of each window and sends the result to all ranks or the root.
-
-        Three windows overlap: window n is exchanged while window n - 1 is reduced and window n - 2 is gathered.
-        """
+        """Reduce in windows: every rank reduces one part of each window, and the reduced parts are gathered."""
         source = input.view(-1)
         target = source if output is None else output.view(-1)
         length = max(1, WINDOW_BYTES // source.element_size() // self.size) * self.size
@@ -163,6 +160,7 @@ class MpiCore(GroupCore):
             windows.append((source[even:], target[even:]))
         exchanged = self._exchange_rows(windows[0][0], flags) if windows else (None, source)
         gathering: tuple[Any, Tensor] = None, source  # the pending request and the memory that MPI reads
+        # three windows overlap: n is exchanged while n - 1 is reduced and n - 2 is gathered
         for number, (window, result) in enumerate(windows):
             request, rows = exchanged
             if number + 1 < len(windows):
@@ -174,11 +172,7 @@ class MpiCore(GroupCore):
         self._finish(gathering[0], gathering[1].nbytes, flags)
 
     def _exchange_rows(self, window: Tensor, flags: int) -> tuple[Any, Tensor]:
-        """Start collecting every rank's values for the part of the window that this rank reduces.
-
-        Returns:
-            The request, and a matrix that will hold one row of values per rank.
-        """
+        """Start receiving the values that this rank reduces; return the request and a matrix with one row per rank."""
         size, count = self.size, window.numel()
         if not count % size:
             rows = torch.empty(size, count // size, dtype=window.dtype, device="cpu")
@@ -191,7 +185,7 @@ class MpiCore(GroupCore):
         return self._start(flags, "Alltoallv", window.nbytes, sends, receives), rows
 
     def _gather_parts(self, window: Tensor, part: Tensor, root: int | None, flags: int) -> Any:
-        """Start gathering the reduced parts into `window` on all ranks or on the root; return the request."""
+        """Start gathering the reduced parts into `window` on `root` (None: on all ranks); return the request."""
         even, takes = not window.numel() % self.size, root in (None, self.rank)
         receives = None
         if takes:
@@ -299,12 +293,11 @@ class MpiCore(GroupCore):
     # ---- mpi4py buffers ----
 
     def _buffer(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return an mpi4py buffer for a tensor."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel(), kind]
 
     def _blocks(self, tensor: Tensor, kind: Any = None) -> Any:
-        """Return an mpi4py buffer for a tensor with equal parts, one per rank; the count is the length of one part."""
+        """Return an mpi4py buffer with one equal part per rank; its count is the length of one part."""
         kind = kind or self._units[tensor.element_size()]
         return [self._memory(tensor.data_ptr(), tensor.nbytes), tensor.numel() // self.size, kind]
 
@@ -326,12 +319,12 @@ class MpiCore(GroupCore):
         return tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
 
     def _whole(self, parts: Parts) -> Tensor:
-        """Return the parts as one tensor: a view if they are adjacent in memory, else a copy."""
+        """Return the parts as one tensor: a view if the parts are adjacent in memory, else a copy."""
         return _joined(parts) if _adjacent(parts) else torch.cat([part.reshape(-1) for part in parts])
 
     @contextmanager
     def _collected(self, parts: Parts) -> Iterator[Tensor]:
-        """Yield one output tensor: a view of adjacent parts, or a buffer that is copied to the parts on exit."""
+        """Yield a view of the parts if they are adjacent, else a buffer that is copied to the parts on exit."""
         if _adjacent(parts):
             yield _joined(parts)
             return
@@ -341,10 +334,8 @@ class MpiCore(GroupCore):
             part.copy_(values.view(part.shape))
 
     def _uncountable(self, *counts: Sequence[int]) -> bool:
-        """Return whether the sum of any list in `counts` exceeds MPI's limit.
-
-        All ranks must pass the same counts, so that they make the same choice.
-        """
+        """Return whether the sum of any list in `counts` exceeds MPI's limit."""
+        # all ranks must pass the same counts, so that they make the same choice
         return any(sum(each) > self.engine.largest_count for each in counts)
 
     # ---- calls ----
@@ -365,21 +356,11 @@ class MpiCore(GroupCore):
             self.group.compare(bool(flags & BACKGROUND))
 
     def _collective(self, flags: int, name: str, transfer: int, *arguments: Any) -> None:
-        """Run an MPI collective and block until it is complete.
-
-        Args:
-            flags: The flags of the call.
-            name: The name of mpi4py's blocking method, such as `Alltoall`.
-            transfer: The amount of data in bytes, which must be equal on all ranks.
-            arguments: The arguments of the method.
-        """
+        """Run the MPI collective `name`; `transfer`, the message size in bytes, must be equal on all ranks."""
         self._finish(self._start(flags, name, transfer, *arguments), transfer, flags)
 
     def _start(self, flags: int, name: str, transfer: int, *arguments: Any) -> Any:
-        """Start the MPI collective `name`, or run it immediately if blocking collectives are faster.
-
-        Return the request, or None if the collective is already complete.
-        """
+        """Start the MPI collective `name`; return the request, or None if a faster blocking call ran instead."""
         if (
             transfer >= BLOCKING_FROM_BYTES
             and self.engine.prefers_blocking
@@ -396,10 +377,7 @@ class MpiCore(GroupCore):
             self.group.finish(request, transfer, background=bool(flags & BACKGROUND))
 
     def _block(self, background: bool, call: Callable[..., Any], arguments: Sequence[Any]) -> bool:
-        """Run the blocking method `call` if all ranks have arrived and may block; return whether `call` ran.
-
-        See `engine.py` for the reason.
-        """
+        """Run the blocking method `call` if all ranks may block (see `engine.py`); return whether it ran."""
         alone = not background and self.engine.try_alone()
         try:
             agreed = (ctypes.c_byte * 1)(alone)
@@ -443,7 +421,6 @@ def _differs(dtype: torch.dtype, reduction: str) -> bool:
 
 
 def _adjacent(parts: Parts) -> bool:
-    """Return whether the tensors are adjacent in memory."""
     used = [part for part in parts if part.numel()]
     return all(
         a.data_ptr() + a.nbytes == b.data_ptr()
@@ -453,7 +430,7 @@ def _adjacent(parts: Parts) -> bool:
 
 
 def _joined(parts: Parts) -> Tensor:
-    """Return a single view that spans all the tensors, which must be adjacent in memory."""
+    """Return a view of all tensors, which must be adjacent in memory."""
     first = next((part for part in parts if part.numel()), None)
     if first is None:
         return parts[0].view(-1) if parts else torch.empty(0, device="cpu")

@@ -1,8 +1,8 @@
 """CUDA tensors over MPI.  This code has not been tested on a GPU or with a CUDA-aware MPI.
 
 A CUDA-aware MPI accepts device memory addresses.  Open MPI, MPICH and libraries derived from MPICH provide
-`MPIX_Query_cuda_support`, which returns whether the library is CUDA-aware.  Otherwise, tensors are copied to pinned
-host memory.
+`MPIX_Query_cuda_support`, which returns whether the library is CUDA-aware.  With other libraries, tensors are copied
+to pinned host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_aware() -> bool:
 
 
 def _query_in_loaded_library() -> Any:
-    """Return the function `MPIX_Query_cuda_support` from the MPI library file; mpi4py does not export MPI's symbols."""
+    """Find `MPIX_Query_cuda_support` in the library file; mpi4py does not export MPI's symbols."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libmpi" in line and ".so" in line}
     for path in sorted(paths):

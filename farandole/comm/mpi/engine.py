@@ -6,9 +6,9 @@ other, even if threads make them in a different order on each rank.  One backgro
 messages, that no other thread is waiting for.
 
 Open MPI's non-blocking collectives are two to three times slower than its blocking collectives (measured with version
-5.0 on one host).  Before a large collective, the ranks therefore agree in a small non-blocking call that all have
-arrived and none has another blocking call pending.  The large collective may then block inside MPI.  A blocking MPI
-call cannot be interrupted, so a watchdog ends the process when the timeout expires.  Asynchronous calls never block
+5.0 on one host).  Before a large collective, the ranks therefore agree in a small non-blocking call that all ranks
+have arrived and no rank has another blocking call pending.  The large collective may then block inside MPI.  A blocking
+MPI call cannot be interrupted, so a watchdog ends the process when the timeout expires.  Asynchronous calls never block
 inside MPI, because a blocked thread would occupy a core that the main thread needs (DDP is three times slower with
 blocking calls).
 """
@@ -50,7 +50,7 @@ class Pending(Protocol):
     """An operation that the background thread tests until it is complete."""
 
     def advance(self) -> bool:
-        """Test the operation while holding the engine's lock; return whether it is complete."""
+        """Test the operation and return whether it is complete.  The caller must hold the engine's lock."""
 
 
 class Engine:
@@ -99,7 +99,7 @@ class Engine:
             request: The MPI request.
             seconds: The time limit.
             transfer: The number of bytes; for a large transfer, the thread yields for longer before it sleeps.
-            background: Whether the call is asynchronous, so that this thread must leave the cores to other threads.
+            background: Whether the call is asynchronous; if True, this thread sleeps between tests to free its core.
             each_turn: A function to call between tests, while this thread does not hold the lock.  Its argument is the
                 time waited so far, in seconds.
         """
@@ -124,9 +124,9 @@ class Engine:
     # ---- calls that may block inside MPI ----
 
     def try_alone(self) -> bool:
-        """Allow only this thread to make blocking MPI calls until it calls `leave_alone`; return True on success.
+        """Try to acquire the exclusive right to make blocking MPI calls; return whether this succeeded.
 
-        Return False if another thread has this right or a thread is creating a group.
+        The attempt fails if another thread has this right or is creating a group.
         """
         with self._alone:
             if self._blocking or self._making_groups:
@@ -135,7 +135,7 @@ class Engine:
             return True
 
     def leave_alone(self) -> None:
-        """End the exclusive right obtained from `try_alone`."""
+        """Release the exclusive right acquired by `try_alone`."""
         with self._alone:
             self._blocking = 0
             self._alone.notify_all()
@@ -162,9 +162,9 @@ class Engine:
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """Wait for blocking calls to finish, and prevent new calls while the `with` block creates a communicator.
+        """Wait for blocking calls to finish, and prevent new blocking calls during the `with` block.
 
-        Creating a communicator also blocks inside MPI.
+        The block creates a communicator; this operation also blocks inside MPI.
         """
         with self._alone:
             self._alone.wait_for(lambda: not self._blocking)
@@ -190,8 +190,7 @@ class Engine:
     def abandon(self, request: Any) -> None:
         """Keep a request that cannot be canceled, and its memory, alive until the request is complete.
 
-        Local variables of the calling functions hold the tensors, so this method keeps the stack frames of these
-        functions alive.
+        The callers' local variables hold the tensors, so this method keeps the callers' stack frames alive.
         """
         self.watch(Abandoned(request, sys._getframe(1)))
 
@@ -220,10 +219,7 @@ class Engine:
                 last_used = time.monotonic()
 
     def _end(self) -> None:
-        """Stop the background thread at program exit; abort the job if this rank failed or requests are pending.
-
-        Without the abort, MPI_Finalize would wait for all ranks.
-        """
+        """Stop the background thread at exit; abort the job if this rank failed or requests are pending."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -237,7 +233,7 @@ class Engine:
                 warn("MPI calls that were abandoned after an error are still pending, so the job is aborted")
             sys.stdout.flush()
             sys.stderr.flush()
-            self.mpi.COMM_WORLD.Abort(1)
+            self.mpi.COMM_WORLD.Abort(1)  # otherwise, MPI_Finalize would wait for all ranks
 
 
 class Abandoned:
@@ -258,6 +254,6 @@ def _engine() -> Engine:
 
 
 def engine() -> Engine:
-    """Return this process's engine; raise `MpiUnavailable` if MPI is missing."""
+    """Return this process's engine; raise `MpiUnavailable` if MPI cannot be used."""
     loaded()
     return _engine()

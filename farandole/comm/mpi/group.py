@@ -76,7 +76,7 @@ class MpiGroup:
             size: The number of ranks.
             timeout: The group's timeout, which also limits the creation of the group.
             name: The name of the group in error messages.
-            ranks: The rank numbers in error messages, which may differ from the ranks in MPI_COMM_WORLD.
+            ranks: The rank numbers for error messages, which may differ from the ranks in MPI_COMM_WORLD.
 
         Raises:
             RankLate: if a rank did not arrive before the timeout.
@@ -233,7 +233,7 @@ class MpiGroup:
             raise self._broken
 
     def _each_turn(self, warning: StallWarning, waited_s: float) -> None:
-        """Warn of a stall, or raise an exception if `give_up` was called; called between two tests of a request."""
+        """Warn of a stall; raise an exception if `give_up` was called.  Runs between two tests of a request."""
         if self._given_up:
             raise CommunicationError(
                 f"the group was destroyed during {self._in_words()}{see('the-group-was-destroyed')}"

@@ -1,4 +1,4 @@
-"""Initialization of mpi4py's MPI library, and a check that the launcher belongs to this library.
+"""Initializes mpi4py's MPI library, and checks that the launcher belongs to this library.
 
 The thread level is "serialized": threads may call MPI one at a time (see `engine.py`).  With "multiple", mpi4py's
 default, MPICH does not use its shared-memory collectives.
@@ -80,7 +80,7 @@ _process: list[int] = []
 
 
 def loaded() -> Any:
-    """Return `mpi4py.MPI`; raise `MpiUnavailable` if MPI cannot be used, as in a forked child."""
+    """Return `mpi4py.MPI`; raise `MpiUnavailable` if MPI cannot be used, for example in a forked child."""
     mpi = load()
     if _process[0] != os.getpid():
         raise MpiUnavailable(NO_FORK)
@@ -109,10 +109,8 @@ def check_world(environ: Mapping[str, str], size: int, library: str) -> None:
 
 
 def _warn_of_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Log a warning if Open MPI's mpirun started this process but mpi4py loads another MPI library.
-
-    This function is called before MPI_Init, because most other MPI libraries exit in MPI_Init in this case.
-    """
+    """Log a warning if Open MPI's mpirun started this process but mpi4py loads another MPI library."""
+    # called before MPI_Init, because most other MPI libraries exit in MPI_Init in this case
     variable = "OMPI_COMM_WORLD_SIZE"
     if environ.get(variable, "1") != "1" and not library.startswith("Open MPI"):
         warn_once(

@@ -72,7 +72,7 @@ class MpiMessage:
         )
 
     def test(self) -> bool:
-        """Acquire the lock and call `advance`."""
+        """Acquire the engine's lock and return the result of `advance`."""
         with self._way.lock:
             return self.advance()
 
@@ -127,7 +127,7 @@ class MpiMessage:
 
 
 class _Tested:
-    """An adapter with the `Test` method of a request, so that the engine can test a message like a request."""
+    """Wraps a message in an object with the `Test` method of an MPI request, for use by the engine."""
 
     def __init__(self, message: MpiMessage) -> None:
         self.Test = message.advance
@@ -177,14 +177,13 @@ class Messages:
         return message
 
     def test_message(self, message: MpiMessage) -> Any:
-        """Return `message` as its own outcome if it has completed or failed, else `Status.PENDING`."""
+        """Return `message` if it has completed or failed, else `Status.PENDING`."""
         return message if message.test() else Status.PENDING
 
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
-        """Wait up to `seconds` seconds for `message`, and return it as its own outcome.
+        """Wait up to `seconds` seconds until `message` has completed or failed; return `message`.
 
-        If the message is still pending after this time, return `Status.PENDING` if `flags` contains `TRY`, else a
-        `RankLate`.
+        If the message is then still pending, return `Status.PENDING` if `flags` contains `TRY`, else a `RankLate`.
         """
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message

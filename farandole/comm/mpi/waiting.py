@@ -1,4 +1,4 @@
-"""Record in an MPI group's store which ranks are waiting, because MPI does not expose the calls of other ranks."""
+"""Records in an MPI group's store which ranks are waiting, because MPI does not expose the calls of other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOW_S = 1.0
 
 
 class Waiting:
-    """The calls in which ranks of one group have been waiting for at least `SLOW_S`.
+    """Records the calls in which ranks of one group have been waiting for at least `SLOW_S`.
 
     Records are unavailable if the rank that hosts the store has ended.
     """
@@ -30,7 +30,7 @@ class Waiting:
             self._store.set(f"in call/{self._rank}", str(index))
 
     def missing(self, index: int) -> list[int]:
-        """Return the ranks that have not recorded collective number `index` or a later collective."""
+        """Return the other ranks that have recorded neither collective number `index` nor a later collective."""
         missing = []
         for rank in range(self._size):
             key = f"in call/{rank}"

@@ -5,14 +5,12 @@ views of TensorFlow tensors.  A contiguous result is converted without a copy if
 alignment requirement.  Operations return new tensors and do not write to their inputs.  PyTorch cannot compute with
 uint16, uint32 or uint64, so tensors with these dtypes are reinterpreted as signed tensors of the same width.
 
-*Order.*  A node blocks its thread until the other ranks have called the operation, and some processes have only one
-thread for nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after another,
-in tracing order.  To ensure this, each node writes to a shared resource before and after its operation, and
-`tf.function` preserves the order of the writes (automatic control dependencies).  Let k be the first node that has not
-finished on every rank.  All nodes before k have finished, and all nodes after k wait for k.  Only k can block a thread,
-so k's inputs can be computed.  Ranks that have traced the same program have the same k, so all ranks reach k, and k
-finishes.  One thread is therefore sufficient.  (If ranks have traced different programs, the engine reports the missing
-ranks and ends the run after a timeout.)
+*Order.*  A node blocks its thread until the other ranks have started the same operation, and some processes have only
+one thread that runs nodes.  The nodes in a graph and in its functions, loops and branches must therefore run one after
+another, in tracing order.  To ensure this, each node writes to a shared resource before and after its operation, and
+`tf.function` preserves the order of the writes (automatic control dependencies).  Ranks that have traced the same
+program run the nodes in the same order, so one thread is sufficient.  If ranks have traced different programs, the
+engine reports the missing ranks and ends the run after a timeout.
 
 *Names.*  An unnamed node gets a name during tracing.  The name consists of the enclosing functions' names, the
 operation kind and, if necessary, a number that makes the name unique within the graph.  Retracing generates the same
@@ -137,16 +135,13 @@ class UnknownError(tf.errors.UnknownError, HorovodInternalError):
 
 
 class _Order:
-    """A TensorFlow variable that every node writes to, so that the nodes run in tracing order.
-
-    The first call to `write` creates the variable.
-    """
+    """A TensorFlow variable that every node writes to, so that the nodes run in tracing order."""
 
     def __init__(self) -> None:
         self._written: tf.Variable | None = None
 
     def write(self) -> tf.Operation:
-        """Create and return, in the graph being traced, an operation that writes to the variable."""
+        """Add a write operation to the graph that is being traced, and return the write operation."""
         if self._written is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._written = tf.Variable(False, trainable=False, name="horovod_order")
@@ -162,12 +157,12 @@ def call(
     """Apply a PyTorch function to TensorFlow tensors.
 
     Within a graph, TensorFlow raises `tf.errors.InvalidArgumentError` if `function` raises ValueError, and
-    `tf.errors.UnknownError` if `function` raises HorovodInternalError.  The message contains the original message.
+    `tf.errors.UnknownError` if `function` raises HorovodInternalError.  The exception contains the original message.
 
     Args:
         function: A function that takes and returns PyTorch tensors.
         inputs: The TensorFlow tensors to convert and pass to `function`.
-        outputs: The result dtypes and shapes.
+        outputs: The dtypes and shapes of the results.
 
     Returns:
         The results of `function` as TensorFlow tensors.
@@ -204,11 +199,11 @@ def call(
 
 
 def name_in_graph(kind: str, name: str | None, ignore_name_scope: bool = False) -> str | None:
-    """Return the operation's name within the traced graph, or the argument `name` in eager mode.
+    """Return the name of an operation in the graph that is being traced, or `name` in eager mode.
 
     Args:
         kind: The operation kind, which becomes part of the name if `name` is None.
-        name: The name that the program has given to the operation, or None.
+        name: The name given by the program, or None.
         ignore_name_scope: Whether to omit TensorFlow's name scope, which otherwise precedes `name`.
     """
     if tf.executing_eagerly():

@@ -67,7 +67,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the epoch metrics across ranks.
 
-    The history and the callbacks that follow this callback in the list receive the averages.
+    The Keras history and later callbacks in the list receive the averages.
 
     Args:
         device: An empty string or the name of a CPU device.
@@ -80,7 +80,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the scalars in `logs` with their averages.  All ranks must have the same metrics."""
+        """Replace each scalar in `logs` with its average across ranks.  All ranks must have the same metric names."""
         names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
         if logs is None or not names:
             return
@@ -96,9 +96,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: The learning rate for a multiplier of 1.
-        multiplier: A function of the epoch, or a number m for the multiplier m ** epoch.
+        multiplier: A function that maps the epoch to the multiplier.  A number m selects the multiplier m ** epoch.
         start_epoch: The first epoch in which this callback sets the learning rate.
-        end_epoch: The first epoch in which this callback no longer sets the learning rate, or None.
+        end_epoch: The first epoch in which this callback no longer sets the learning rate, or None for no limit.
         staircase: Whether to set the learning rate once per epoch.  Otherwise the callback sets the learning rate for
             each batch, based on the fractional epoch.
         momentum_correction: Whether to scale SGD velocities by the same factor as the learning rate (Goyal et al.,
@@ -146,7 +146,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the learning rate, either at the first batch of each epoch or at every batch."""
+        """Set the learning rate at every batch, or only at the first batch of each epoch if `staircase` is True."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:

@@ -1,4 +1,7 @@
-"""Broadcast variables; broadcast and gather Python objects; provide the functions in `horovod.tensorflow.util`."""
+"""Broadcast variables, and broadcast or gather Python objects.
+
+This module also contains the functions of `horovod.tensorflow.util`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ from farandole.horovod.torch.operations import broadcast_async, synchronize
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """Return the TensorFlow variable for a TensorFlow or Keras variable; raise ValueError for other objects."""
+    """Return the TensorFlow variable that a Keras variable wraps; return a TensorFlow variable unchanged.
+
+    Raises:
+        ValueError: if the object is not a variable.
+    """
     if isinstance(variable, keras.Variable):
         variable = variable.value
     if not isinstance(variable, tf.Variable):
@@ -153,18 +160,16 @@ def allgather_object(
 
 
 def _executing_eagerly() -> bool:
-    """Return whether TensorFlow executes operations eagerly."""
     return bool(tf.executing_eagerly())
 
 
 def _make_subgraph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert the function to a `tf.function`."""
     made: Callable[..., Any] = tf.function(function)
     return made
 
 
 def _cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache a function's results by argument, separately for eager mode and graphs."""
+    """Return a function that caches the results of `function`, separately for eager mode and graphs."""
     results: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(function)

@@ -80,7 +80,7 @@ class GradientReducer:
         self._local: set[int] = set()
 
     def register_local(self, variable: Any) -> None:
-        """Exclude a variable's gradient from the reduction, because the variable's layer differs between ranks."""
+        """Exclude a variable's gradient from the reduction."""
         self._local.add(_key(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -134,7 +134,7 @@ class GradientReducer:
         return f"{self.name}.{len(dense)}.{sum(gradients[index].shape.num_elements() for index in dense)}"
 
     def _submit(self, name: str, tensors: list[tf.Tensor]) -> tf.Tensor:
-        """Start reducing a group, and return its handle."""
+        """Start reducing a group of tensors, and return the handle."""
         scaled = {"prescale_factor": 1 / self._factor, "postscale_factor": self._factor}
 
         def on_torch(group: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -175,11 +175,7 @@ class GradientReducer:
 
 
 def _check_groups(groups: Groups) -> int | list[list[int]] | None:
-    """Check `groups`, and replace each variable in `groups` with its key.
-
-    Raises:
-        ValueError: if `groups` is invalid, or contains a variable twice.
-    """
+    """Check `groups`, and return `groups` with each variable replaced by its key."""
     if groups is None:
         return None
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)) or groups == 0:
@@ -209,7 +205,7 @@ def _scaled(gradient: Any, factor: float) -> Any:
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """A mixin for tapes: `gradient` reduces the gradients across ranks."""
+    """A mixin that makes a tape's `gradient` method reduce the gradients across ranks."""
 
     _reducer: GradientReducer
 
@@ -218,17 +214,7 @@ class _DistributedGradientTape(tf.GradientTape):
         self._reducer.register_local(source)
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the gradients with the wrapped tape, and reduce the gradients across ranks.
-
-        Args:
-            target: The tensor to differentiate.
-            sources: A variable or a nested structure of variables.
-            arguments: Further positional arguments for `tf.GradientTape.gradient`.
-            keywords: Further keyword arguments for `tf.GradientTape.gradient`.
-
-        Returns:
-            The reduced gradients, structured like `sources`.
-        """
+        """Compute the gradients with the wrapped tape, and reduce the gradients across ranks."""
         gradients = super().gradient(target, sources, *arguments, **keywords)
         flat = self._reducer(_flat(gradients), _flat(sources))
         return tf.nest.pack_sequence_as(sources, flat) if tf.nest.is_nested(sources) else flat[0]
@@ -343,16 +329,14 @@ def layers_of(local_layers: Any) -> list[keras.layers.Layer]:
 
 
 class _Accumulation:
-    """Sums this rank's gradients over `passes` backward passes.
-
-    The sums are not part of the optimizer state, so that saved models contain only the plain optimizer's state.
-    """
+    """Sums this rank's gradients over `passes` backward passes."""
 
     def __init__(self, gradients: Sequence[tf.Tensor | None], passes: int, average: bool) -> None:
         self._scale = 1 / passes if average else 1
         with tf.init_scope():
             self._done = tf.Variable(0, trainable=False)
             self._passes = passes
+            # not part of the optimizer state, so that saved models contain only the plain optimizer's state
             self._sums = [
                 None if one is None else tf.Variable(tf.zeros(one.shape, one.dtype), trainable=False)
                 for one in gradients
@@ -377,9 +361,9 @@ class _Accumulation:
 
 
 class DistributedKerasOptimizer:
-    """A mixin for Keras optimizers: `apply` reduces the gradients across ranks.
+    """A mixin that makes a Keras optimizer's `apply` method reduce the gradients across ranks.
 
-    `DistributedOptimizer` derives a class from this mixin, and stores the options as attributes of the class.
+    `DistributedOptimizer` derives a class from this mixin, and stores the options as class attributes.
     """
 
     _reducer: GradientReducer
@@ -550,7 +534,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _copied(optimizer: Any, kind: type, name: str | None) -> Any:
-    """Create an instance of class `kind` with the optimizer's options.  If the optimizer is built, copy its state."""
+    """Create an instance of `kind` with the optimizer's options, and with its state if the optimizer is built."""
     config = optimizer.get_config()
     schedule = getattr(optimizer, "_learning_rate", None)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -31,11 +31,11 @@ def load_model(
     Args:
         filepath: The model file.
         custom_optimizers: Optimizer classes that are not part of Keras.
-        custom_objects: Other classes and functions that are not part of Keras, keyed by name.
+        custom_objects: A dict that maps names to other classes and functions that are not part of Keras.
         compression: The gradient compressor.
 
     Returns:
-        The model.  The optimizer state is preserved.
+        The model, with the saved optimizer state.
     """
     known = dict(custom_objects or {}) | {kind.__name__: kind for kind in custom_optimizers or ()}
     model = _keras.models.load_model(filepath, custom_objects=known)

@@ -5,8 +5,8 @@ Horovod's convention: the loss is the *average* of the ranks' losses, and a resu
 contributes to every rank's loss.
 
 All operations raise ValueError if an argument is invalid, if an operation with the same name is in flight, or if
-`hvd.init()` has not been called.  They raise `HorovodInternalError` if ranks disagree or a rank dies.  `bridge.call` describes the corresponding
-`tf.errors` exceptions.
+`hvd.init()` has not been called.  Operations raise `HorovodInternalError` if ranks disagree or a rank dies.
+`bridge.call` describes the corresponding `tf.errors` exceptions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ Gradient = Callable[..., Any]
 
 
 def as_tensors(values: Any, kind: str, name: str | None) -> list[tf.Tensor]:
-    """Convert a grouped operation's inputs to tensors; raise ValueError for empty lists or unsupported types."""
+    """Convert the inputs of a grouped operation to tensors.
+
+    Raises:
+        ValueError: if the list is empty, or a type is not supported.
+    """
     if not isinstance(values, (list, tuple)) or not values:
         raise ValueError(f"grouped_{kind}: expected a list of at least one tensor, got {values!r}")
     tensors = [tf.convert_to_tensor(value) for value in values]
@@ -54,10 +58,7 @@ def any_rows(tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
 
 
 def gradient_name(name: str | None) -> str | None:
-    """Return the name of an operation in the backward pass, or None if the operation is unnamed.
-
-    With names, ranks may run the operations of the backward pass in different orders.
-    """
+    """Return the name of the backward operation, or None if the forward operation is unnamed."""
     return None if name is None else f"{name}.gradient"
 
 
@@ -105,7 +106,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Concatenate each of several tensors across ranks; see `allgather`."""
+    """All-gather several tensors in one operation; see `allgather`."""
     given = as_tensors(tensors, "allgather", name)
     name = name_in_graph("allgather", name, ignore_name_scope)
 
@@ -151,7 +152,7 @@ def broadcast(
 
     Args:
         tensor: A tensor with the same shape and dtype on all ranks.
-        root_rank: The rank to copy from, given as its rank in Horovod's world, not its rank in the process set.
+        root_rank: The rank to copy from.  This is a rank number in Horovod's world, not in the process set.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
         process_set: The participating ranks.
@@ -194,13 +195,13 @@ def alltoall(
 
     Args:
         tensor: The rows to send, ordered by destination rank.
-        splits: The number of rows to send to each rank (a list or tensor of integers), or None to send equal numbers.
+        splits: The number of rows to send to each rank (a list or tensor of integers), or None for equal numbers.
         name: The name of the operation.
         ignore_name_scope: Whether to omit TensorFlow's name scope before `name`.
         process_set: The participating ranks.
 
     Returns:
-        The received rows, ordered by source rank.  With `splits`, returns a pair: the received rows, and the number of
+        The received rows, ordered by source rank.  With `splits`, a pair: the received rows, and the number of
         rows received from each rank (int32).
     """
     (given,) = as_tensors([tensor], "alltoall", name)
@@ -348,14 +349,7 @@ def _restored(
     contexts: Sequence[Any],
     compression: type[Compressor],
 ) -> list[tf.Tensor]:
-    """Decompress the reduced tensors, and restore the original dtypes.
-
-    Args:
-        reduced: The compressed results.
-        given: The original tensors.
-        contexts: The compressor's context for each tensor.
-        compression: The compressor.
-    """
+    """Decompress the reduced tensors, and restore the original dtypes."""
     wide = [compression.decompress(each, ctx) for each, ctx in zip(reduced, contexts, strict=True)]
     return [
         tf.cast(each, tf.uint16) if like.dtype == tf.uint16 else each

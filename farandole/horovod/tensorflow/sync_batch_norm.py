@@ -13,7 +13,7 @@ from farandole.horovod.tensorflow.operations import Sum, grouped_allreduce
 
 @keras.saving.register_keras_serializable(package="farandole")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """A `keras.layers.BatchNormalization` layer that computes training statistics over all ranks' samples.
+    """A `keras.layers.BatchNormalization` layer that computes training statistics over the samples on all ranks.
 
     Batch sizes may differ between ranks, and batches may have masks.  Gradients flow through the statistics to the
     inputs on all ranks.  The layer first reduces the mean and then the squared deviations from the mean, so that the

@@ -24,10 +24,7 @@ from farandole.horovod.torch.operations import Average, Max, Min, Product, Sum, 
 
 
 def _backward_name(name: str | None) -> str | None:
-    """Return the name of an operation in the backward pass, or None if the operation is unnamed.
-
-    With names, ranks may run the operations of the backward pass in different orders.
-    """
+    # with names, ranks may run backward operations in different orders
     return None if name is None else f"{name}.gradient"
 
 
@@ -138,7 +135,7 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Concatenate each of several tensors across ranks; see `allgather`."""
+    """All-gather several tensors in one operation; see `allgather`."""
     return list(_Allgather.apply(name, process_set, *ops.as_group(tensors, "allgather")))
 
 
@@ -163,7 +160,7 @@ def broadcast(
 
     Args:
         tensor: A tensor with the same shape and dtype on all ranks.
-        root_rank: The rank to copy from, given as its rank in Horovod's world, not its rank in the process set.
+        root_rank: The rank to copy from.  This is a rank number in Horovod's world, not in the process set.
         name: The name of the operation.
         process_set: The participating ranks.
     """
@@ -200,12 +197,12 @@ def alltoall(
 
     Args:
         tensor: The rows to send, ordered by destination rank.
-        splits: The number of rows to send to each rank, or None to send equal numbers.
+        splits: The number of rows to send to each rank, or None to split the rows equally.
         name: The name of the operation.
         process_set: The participating ranks.
 
     Returns:
-        The received rows, ordered by source rank.  With `splits`, returns a pair: the received rows, and the number of
+        The received rows, ordered by source rank.  With `splits`, a pair: the received rows, and the number of
         rows received from each rank.
     """
     output, received = _Alltoall.apply(name, splits, process_set, tensor)

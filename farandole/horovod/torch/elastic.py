@@ -84,7 +84,7 @@ class ElasticSampler(Sampler[int]):
 
 
 class _Handler:
-    """Saves, restores and broadcasts an object that has a state_dict."""
+    """Saves, restores and broadcasts an object with a state_dict."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -95,7 +95,6 @@ class _Handler:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Restore the state from the saved copy."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -106,14 +105,12 @@ class _Handler:
 
 class _ModelHandler(_Handler):
     def sync(self) -> None:
-        """Replace the model's tensors with rank 0's tensors, and save a copy."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
         self.save()
 
 
 class _OptimizerHandler(_Handler):
     def sync(self) -> None:
-        """Replace the optimizer's state and options with rank 0's state and options, and save a copy."""
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
@@ -170,7 +167,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Let each `ElasticSampler` split its unprocessed samples among the ranks in the new world."""
+        """Split each `ElasticSampler`'s unprocessed samples among the ranks in the new world."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
@@ -185,14 +182,8 @@ class TorchState(ObjectState):
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function whose first argument is an elastic state.
 
-    When a rank dies, the decorated function restores the last commit, forms a world from the surviving ranks, and calls
-    the training function again.
-
-    Args:
-        function: The training function.
-
-    Returns:
-        The decorated function.
+    When a rank dies, the decorated function restores the last commit, forms a new world from the surviving ranks, and
+    calls the training function again.
     """
     return run_with(function, reset=horovod.reform, begin=horovod.prepare_to_reform)
 

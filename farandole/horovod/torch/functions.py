@@ -1,4 +1,4 @@
-"""Broadcast parameters and optimizer states; broadcast and gather Python objects."""
+"""Broadcast parameters and optimizer states, and broadcast or gather Python objects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer's state and options (such as the learning rate) from rank `root_rank` to all ranks.
 
-    The optimizer may have state on some ranks only.  On a rank where the optimizer has no state, trainable parameters
+    The optimizer may have state on only some ranks.  On a rank where the optimizer has no state, trainable parameters
     without a gradient get a zero gradient, as in Horovod.
 
     Args:
@@ -103,14 +103,11 @@ def _by_position(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class _Placeholder(int):
-    """Stands for a tensor in the result of `_outline`.  The value is the tensor's index in the list of tensors."""
+    """Represents a tensor in the result of `_outline`.  The value is the tensor's index in the list `tensors`."""
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """Return `value` with a placeholder in place of each tensor, and append the tensors to `tensors`.
-
-    The tensors may be in nested dicts, lists and tuples.
-    """
+    """Return a copy of `value` with placeholders instead of tensors, and append the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Placeholder(len(tensors) - 1)
@@ -154,10 +151,7 @@ def _load_root_state(optimizer: torch.optim.Optimizer, found: dict[str, Any], ro
 
 
 def _pickler() -> Any:
-    """Return the module cloudpickle if it is installed, otherwise pickle.
-
-    Unlike pickle, cloudpickle can serialize lambdas and local classes.
-    """
+    # unlike pickle, cloudpickle can serialize lambdas and local classes
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:

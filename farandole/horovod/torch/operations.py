@@ -4,8 +4,8 @@ Ranks may issue named operations in any order, but must issue unnamed operations
 operations return a handle for `poll` and `synchronize`.  A trailing underscore in a function name marks an in-place
 operation.  The module `differentiable` provides the operations with gradients.
 
-All operations raise ValueError for invalid arguments, for the name of an operation in flight, and before `hvd.init()`.
-They raise `HorovodInternalError` if ranks disagree or a rank dies.
+All operations raise ValueError if an argument is invalid, if an operation with the same name is in flight, or if
+`hvd.init()` has not been called.  Operations raise `HorovodInternalError` if ranks disagree or a rank dies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_request(
     signature: Signature | None,
     agreed: dict[str, Any],
 ) -> Request:
-    """Create a request for tensors.
+    """Create a request for a collective operation on tensors.
 
     Args:
         name: The name of the operation.
@@ -130,7 +130,7 @@ def submit(
         name: The name of the operation, or None to generate a name.
         inputs: The tensors to read.
         outputs: The tensors to write; `inputs` itself for an in-place operation.
-        collect: A function that returns the operation's result, given the finished request.
+        collect: A function that takes the finished request and returns the operation's result.
         agreed: Additional signature fields, on which all ranks must agree.
     """
     engine = process_set.engine or process_set.member()
@@ -159,8 +159,8 @@ def reduction(
     """Return the reduction selected by `op` or by Horovod's older argument `average`.
 
     Raises:
-        ValueError: if both arguments are given, `op` is invalid, or the reduction does not support the tensors' dtypes
-            or the number of ranks.
+        ValueError: if `op` and `average` are both given, `op` is invalid, or the reduction does not support the
+            tensors' dtypes or the number of ranks.
     """
     if any(tensor.dtype == torch.int16 for tensor in tensors) and gloo_enabled():
         raise ValueError(
@@ -192,7 +192,11 @@ def reduction(
 
 
 def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
-    """Return a grouped operation's tensors; raise ValueError for an empty list or for objects that are not tensors."""
+    """Return the tensors of a grouped operation as a list.
+
+    Raises:
+        ValueError: if there are no tensors, or an object is not a tensor.
+    """
     group = list(tensors)
     if not group or not all(isinstance(tensor, Tensor) for tensor in group):
         raise ValueError(f"grouped_{kind}: expected a list of at least one tensor, got {tensors!r}")
@@ -200,7 +204,7 @@ def as_group(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
 
 
 def split_rows(tensor: Tensor, splits: Any, size: int) -> tuple[int, ...]:
-    """Return the number of rows of `tensor` to send to each rank in an all-to-all: `splits`, or equal numbers."""
+    """Return the number of rows that an all-to-all sends to each rank: `splits`, or equal numbers by default."""
     if tensor.dim() == 0:
         raise ValueError("alltoall: expected a tensor with at least one dimension, got a scalar")
     rows = tensor.shape[0]
@@ -280,7 +284,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start reducing several tensors across ranks in one operation; return a handle.
 
-    The reduction waits until all tensors are ready on all ranks.
+    The reduction starts when all tensors are ready on all ranks.
     """
     group = as_group(tensors, "allreduce")
     agreed = _scaled(op, average, prescale_factor, postscale_factor, process_set, group)
@@ -395,7 +399,7 @@ def _scaled(
 
 
 def _finite(name: str, value: Any) -> float:
-    """Return an argument as a float; raise ValueError for infinity, NaN and objects that are not numbers."""
+    """Convert `value` to a float, and raise ValueError if the result is not finite."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -422,7 +426,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start concatenating each of several tensors across ranks along dimension 0; return a handle.
+    """Start all-gathering several tensors in one operation; return a handle.
 
     Raises:
         ValueError: if a tensor is a scalar.
@@ -495,7 +499,7 @@ def alltoall_async(
 
     Args:
         tensor: The rows to send, ordered by destination rank.
-        splits: The number of rows to send to each rank (a list or tensor of integers), or None to send equal numbers.
+        splits: The number of rows to send to each rank (a list or tensor of integers), or None for equal numbers.
         name: The name of the operation.
         process_set: The participating ranks.
 

@@ -1,10 +1,10 @@
 """Provide `DistributedOptimizer`, which reduces gradients across ranks before each step.
 
-Hooks submit each gradient, or each group of gradients, as soon as the backward pass has computed it.  The engine
-reduces gradients during the backward pass, and `step` waits for the results.
+Hooks submit each gradient, or each group of gradients, as soon as the backward pass has computed it.  The reduction
+overlaps with the backward pass, and `step` waits for the results.
 
-With op=Adasum, each rank steps with its own gradients, and Adasum combines the resulting parameter changes (Maleki et
-al., 2020, section 4).
+With op=Adasum, each rank updates its parameters with its own gradients, and Adasum combines the resulting parameter
+changes (Maleki et al., 2020, section 4).
 """
 
 from __future__ import annotations
@@ -72,13 +72,12 @@ def name_parameters(param_groups: list[dict[str, Any]], named_parameters: Any) -
 
 
 class Trainable:
-    """An optimizer's parameters that require gradients now or required gradients in an earlier step.
-
-    Programs may unfreeze parameters and call `add_param_group` after they have created a `DistributedOptimizer`.
+    """Finds an optimizer's trainable parameters, including parameters that are unfrozen or added later.
 
     Args:
-        param_groups: The optimizer's current parameter groups.  Groups that are added later are passed to `find`.
-        named_parameters: The parameter names, or None.  Parameters that are added later get generated names.
+        param_groups: The optimizer's initial parameter groups.
+        named_parameters: (name, parameter) pairs, or None to generate all names.  Parameters that are added later get
+            generated names.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], named_parameters: Any) -> None:
@@ -98,7 +97,7 @@ class Trainable:
 
 
 class DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """A mixin for optimizers with op=Adasum: `step` combines the parameter changes of all ranks."""
+    """A mixin for op=Adasum that makes an optimizer's `step` combine the parameter changes of all ranks."""
 
     def _prepare(
         self,
@@ -128,7 +127,7 @@ class DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, and combine the parameter changes from all ranks."""
+        """Update the parameters with this rank's gradients, and combine the parameter changes from all ranks."""
         self._names += self._trainable.find(self.param_groups)
         before = [parameter.clone() for parameter, _ in self._names]
         loss = super().step(closure)
@@ -202,7 +201,7 @@ class GradientGroup:
             slot.awaited = passes
 
     def discard(self) -> None:
-        """Forget the request in flight, and ignore its result."""
+        """Ignore the result of the request in flight."""
         self._request = self._sparse = None
 
     def launch(self) -> None:
@@ -280,7 +279,7 @@ def _sparse_dimensions(gradient: Tensor | None) -> int:
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """A mixin for optimizers: hooks and `step` reduce the gradients across ranks."""
+    """A mixin that makes an optimizer reduce gradients across ranks, in hooks and in `step`."""
 
     def _prepare(
         self,
@@ -316,7 +315,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._add_group(slots)
 
     def _new_slots(self) -> list[Slot]:
-        """Return slots for the parameters that require gradients and have no slot."""
+        """Create slots for trainable parameters that have no slot yet."""
         return [Slot(parameter, name) for parameter, name in self._trainable.find(self.param_groups)]
 
     def _add_group(self, slots: list[Slot]) -> None:
@@ -344,14 +343,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def synchronize(self) -> None:
-        """Submit the remaining gradients, and wait until every gradient is reduced.
-
-        The program may then clip or inspect `.grad`.
-
-        Parameters that were frozen or missing when this optimizer was created are included if they now require
-        gradients.
-        """
+        """Submit the remaining gradients, and wait until every gradient is reduced."""
         if self._reduces:
+            # parameters that were unfrozen or added after this optimizer was created
             for slot in self._new_slots():
                 self._add_group([slot])
         for group in self._gradient_groups:
@@ -363,17 +357,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Return a context manager that disables synchronization in `step`.
-
-        This is for programs that call `synchronize` explicitly:
-
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-
-        Synchronization is enabled again when the context exits.
-        """
+        """Return a context manager in which `step` does not call `synchronize`."""
         self._should_synchronize = False
         try:
             yield
@@ -381,10 +365,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize`, and update the parameters.
-
-        With a closure, call `synchronize` after each call to `closure`.
-        """
+        """Call `synchronize` and update the parameters."""
         if not self._should_synchronize:
             self._synchronized = False
             return super().step(closure)
@@ -410,11 +391,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return super().step(synchronized)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
-
-        Raises:
-            AssertionError: if gradients are in flight.
-        """
+        """Clear the gradients, or raise AssertionError if gradients are in flight."""
         if any(group.begun for group in self._gradient_groups):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -464,7 +441,7 @@ def _check_groups(groups: Any) -> None:
 def _grouped(
     slots: list[Slot], groups: int | Sequence[Sequence[Tensor]] | None, process_set: ProcessSet
 ) -> list[list[Slot]]:
-    """Return the slots in each group.  Each slot that `groups` does not contain forms its own group."""
+    """Return the slots in each group.  A slot that is not in `groups` forms its own group."""
     if groups is None:
         return [[slot] for slot in slots]
     assert process_set.ranks is not None  # the set is registered

@@ -19,7 +19,7 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalization in which the training statistics include the samples on all ranks.
 
     Input and output have the shape (N, C, ...) with C = num_features.  N may differ between ranks.  The weight and bias
-    gradients are this rank's gradients, which a distributed optimizer reduces like other gradients.
+    gradients are not reduced across ranks; a distributed optimizer reduces them.
 
     Args:
         num_features: The number of channels.
@@ -81,10 +81,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns the normalized input, and the mean, variance and count per channel over all ranks.
-
-    The ranks' statistics are combined in float64 with the method of Chan, Golub and LeVeque (1979).
-    """
+    """An autograd function that normalizes a batch with the statistics of the samples on all ranks."""
 
     @staticmethod
     def forward(
@@ -105,6 +102,7 @@ class _Normalize(torch.autograd.Function):
         total = counts.sum()
         if total <= 1:
             raise ValueError(f"expected more than 1 value per channel across all ranks, got {int(total)}")
+        # combine the ranks' statistics in float64 (Chan, Golub and LeVeque, 1979)
         mean = (counts * means).sum(0) / total
         variance = (sums + counts * (means - mean).square()).sum(0) / total
         scale = torch.rsqrt(variance + eps)

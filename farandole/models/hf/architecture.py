@@ -72,7 +72,7 @@ def read_rotary(
             is rotated.
 
     Raises:
-        FolderError: if the scaling, or a `partial_rotary_factor` other than 1, is not supported.
+        FolderError: if the scaling is not supported, or if `partial` is false and `partial_rotary_factor` is not 1.
     """
     found = dict(fields.take("rope_parameters", None, kind=dict) or {})
     older = dict(fields.take("rope_scaling", None, kind=dict) or {})
@@ -150,7 +150,7 @@ def _context(fields: Fields) -> int:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the factor that YaRN recommends for sines and cosines if the context is extended `factor` times.
+    """Return YaRN's recommended scale of sines and cosines for a context that is extended by a factor of `factor`.
 
     `scale` is `mscale` or `mscale_all_dim` in the configuration.
     """

@@ -31,8 +31,6 @@ _GELU = tuple(ACTIVATIONS)
 def one_dropout(fields: Fields, *names: str) -> float:
     """Return the common value of the dropout fields `names`.
 
-    The model has only one dropout probability.
-
     Raises:
         FolderError: if the probabilities differ.
     """
@@ -232,7 +230,7 @@ def _read_mistral(fields: Fields) -> LlamaConfig:
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in a Qwen model.  The result is empty if no layer has a window."""
+    """Return the sliding window of each layer of a Qwen model, or () if no layer has a window."""
     used = fields.take("use_sliding_window", False, kind=bool)
     window = fields.take("sliding_window", None, kind=int)
     first = fields.take("max_window_layers", layers, kind=int)
@@ -360,7 +358,7 @@ def _llama_table(config: LlamaConfig) -> Table:
 
 
 def _rotates_heads(config: LlamaConfig) -> bool:
-    """Return whether rotary positions rotate whole heads and pair the two halves of each head, as in transformers."""
+    """Return whether rotary positions rotate whole heads and pair the two halves of each head."""
     rotary = config.rotary
     return rotary is not None and rotary.width == config.head_width and not rotary.interleaved
 
@@ -593,10 +591,8 @@ def _deepseek_table(config: DeepSeekConfig) -> Table:
 
 
 def _without_predictions(config: DeepSeekConfig, names: Collection[str]) -> DeepSeekConfig:
-    """Return `config` with `predicted` set to 0 if the folder has no prediction modules.
-
-    Transformers does not save these modules.
-    """
+    """Return `config` with `predicted` set to 0 if the folder has no prediction modules."""
+    # transformers does not save these modules
     stored = f"model.layers.{config.layers}.eh_proj.weight" in names
     return config if stored else replace(config, predicted=0)
 

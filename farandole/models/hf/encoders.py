@@ -311,10 +311,7 @@ def _t5_table(config: T5Config) -> Table:
 
 
 def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int) -> None:
-    """Add the self-attention and feed-forward tensors of a T5 layer to `table`.
-
-    The feed-forward network is sublayer `last`.
-    """
+    """Add the self-attention tensors of a T5 layer, and its feed-forward tensors (sublayer `last`)."""
     inner = config.heads * config.head_width
     attention = f"{theirs}.0.SelfAttention"
     table.linear(f"{ours}.norm_attention", f"{theirs}.0.layer_norm")
@@ -332,10 +329,8 @@ def _t5_layer(table: Table, config: T5Config, ours: str, theirs: str, last: int)
 
 
 def _t5_head(config: T5Config, names: Collection[str]) -> T5Config:
-    """Return `config` with `tied` set to false if the folder has head weights, and to true otherwise.
-
-    The configuration does not contain this information, because transformers 5 declares every head as tied.
-    """
+    """Return `config` with a tied head if the folder has no head weights, and with an untied head otherwise."""
+    # transformers 5 declares every head as tied, so the configuration does not contain this information
     return replace(config, tied="lm_head.weight" not in names)
 
 

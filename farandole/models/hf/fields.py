@@ -189,7 +189,7 @@ class Fields:
         return value
 
     def skip(self, *names: str) -> None:
-        """Ignore fields that do not affect the model or that duplicate other fields."""
+        """Ignore the fields `names`, so that `finish` does not reject them."""
         self._read.update(names)
 
     def finish(self) -> None:

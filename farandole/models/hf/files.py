@@ -1,8 +1,8 @@
-"""Read parts of safetensors files at disk speed, and write safetensors files incrementally.
+"""Read parts of safetensors files, and write safetensors files incrementally.
 
-A file consists of the header length (8 bytes), a JSON header (name -> dtype, shape and byte offsets), and the tensors.
-The safetensors library reads a tensor or slice into new memory.  This module reads in parallel, directly into the
-destination.
+A file consists of the header length (8 bytes), a JSON header, and the tensors.  The header maps each tensor's name to
+its dtype, shape and byte offsets.  Unlike the safetensors library, this module reads in parallel, and directly into the
+destination tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ _TYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """The location, dtype and shape of a tensor in a file.  `offset` is the position of the first byte."""
+    """The location, dtype and shape of a tensor in a file.
+
+    `offset` is the file position of the tensor's first byte.
+    """
 
     file: Path
     offset: int
@@ -61,7 +64,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes."""
+        """Return the tensor's size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -75,7 +78,7 @@ class Read:
 
 
 def open_folder(folder: Path) -> dict[str, Entry]:
-    """Return a dict that maps the name of each tensor in a folder's safetensors files to the tensor's entry.
+    """Return a dict that maps each tensor name in a folder's safetensors files to its entry.
 
     Raises:
         FolderError: if a file is missing, cannot be read, is truncated or damaged, or has an unsupported dtype.
@@ -119,7 +122,7 @@ def open_folder(folder: Path) -> dict[str, Entry]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read a folder's index file, and return a dict that maps tensor names to file names."""
+    """Return an index file's dict, which maps tensor names to file names."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -136,7 +139,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return a dict that maps the name of each tensor in a safetensors file to the tensor's entry.
+    """Return a dict that maps each tensor name in a safetensors file to its entry.
 
     Raises:
         FolderError: if the file cannot be read, is truncated or damaged, or has an unsupported dtype.
@@ -193,17 +196,14 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _count(value: Any) -> int:
-    """Return a number from a header.  Raises ValueError if the value is not an integer of at least 0."""
+    """Return `value` if it is a non-negative integer; otherwise raise ValueError."""
     if type(value) is not int or value < 0:
         raise ValueError(value)
     return value
 
 
 def _check_order(path: Path, entries: Mapping[str, Entry], start: int, size: int) -> None:
-    """Raise FolderError if tensors overlap, or if bytes before, between or after them are unused.
-
-    The safetensors library makes the same check.
-    """
+    """Raise FolderError if tensors overlap or leave bytes unused."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != start:
             what = "overlaps another tensor" if entry.offset < start else "follows unused bytes"
@@ -219,11 +219,10 @@ def _check_order(path: Path, entries: Mapping[str, Entry], start: int, size: int
 
 
 def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -> None:
-    """Perform `reads` with several threads, in the order of the files.
+    """Perform `reads` in several threads.
 
     Args:
-        progress: a function that receives the size in bytes of each finished part of a read.  It is called in the
-            calling thread.
+        progress: a callback that receives the size in bytes of each finished chunk.  It runs in the calling thread.
 
     Raises:
         FolderError: if a file ends early or cannot be read.
@@ -275,7 +274,7 @@ def _without_gradients(call: Callable[..., None], *arguments: Any) -> None:
 
 
 def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
-    """Return the index of the box's first element if the box is contiguous in a tensor of this shape, else None."""
+    """Return the flat index of the box's first element if the box is contiguous, else None."""
     start, stride, partial = 0, 1, False
     for length, (a, b) in zip(reversed(shape), reversed(box), strict=True):
         if partial and b - a != 1:
@@ -287,7 +286,7 @@ def _start_if_contiguous(shape: Sequence[int], box: Box) -> int | None:
 
 
 def _contiguous(file: int, each: Read, start: int) -> list[tuple[Callable[..., None], tuple[Any, ...], int]]:
-    """Split the read of a contiguous box into tasks."""
+    """Split the read of a contiguous box into tasks (function, arguments, size in bytes)."""
     entry, target = each.entry, each.target
     size, offset, count = entry.dtype.itemsize, entry.offset + start * entry.dtype.itemsize, target.numel()
     direct = target.dtype == entry.dtype and target.is_contiguous() and target.device.type == "cpu"
@@ -336,7 +335,7 @@ def _map(file: BinaryIO) -> Tensor:
 
 
 def _strided(mapped: Tensor, each: Read) -> None:
-    """Copy a non-contiguous box from the mapped file `mapped` to `each.target`."""
+    """Copy a non-contiguous box from the mapped file to `each.target`."""
     entry = each.entry
     data = mapped[entry.offset : entry.offset + entry.nbytes]
     if entry.offset % entry.dtype.itemsize:
@@ -349,9 +348,9 @@ def _strided(mapped: Tensor, each: Read) -> None:
 
 
 def divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Group consecutive tensors so that each group has at most `limit` bytes; return the names in each group.
+    """Divide tensors into consecutive groups of at most `limit` bytes, and return the names in each group.
 
-    `sizes` maps each name to the tensor's size in bytes.  A tensor that is larger than `limit` forms a group by itself.
+    `sizes` maps each name to the tensor's size in bytes.  A tensor larger than `limit` forms its own group.
     """
     groups: list[list[str]] = []
     used = 0
@@ -386,9 +385,9 @@ def write_file(
     """Write a safetensors file, a few tensors at a time.
 
     Args:
-        tensors: the dtype and shape of each tensor.
-        values: a function that maps tensor names to the tensors' values.  Each tensor is requested once.
-        batch_bytes: the approximate total size of the tensors requested in one call.
+        tensors: the dtype and shape of each tensor, keyed by name.
+        values: a function that returns a dict of the tensors with the given names.  Each tensor is requested once.
+        batch_bytes: the approximate total size in bytes of the tensors requested in one call.
 
     Raises:
         OSError: if the file cannot be written.

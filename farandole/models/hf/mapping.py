@@ -4,8 +4,8 @@
     table.copy("0.tokens.weight", "model.embed_tokens.weight")
     table.rows("1.attention.qkv.weight", {"...q_proj.weight": 64, "...k_proj.weight": 16, "...v_proj.weight": 16})
 
-Each tensor in a folder fills a box in one model tensor, either unchanged or transposed.  Therefore, any box in a model
-tensor can be read separately, and any tensor in a folder can be written from the boxes that ranks store.
+Each tensor in the folder fills a box in one model tensor, either unchanged or transposed.  Therefore, any box in a
+model tensor can be read separately, and any tensor in the folder can be assembled from the ranks' shards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Part:
 
     Args:
         name: the name of the tensor in the folder.
-        index: the box in the leading dimensions of the model tensor.  The box spans all other dimensions.
-        transposed: whether the last two dimensions are exchanged in the folder.
+        index: the box's ranges or indices in the leading dimensions.  The box spans all other dimensions.
+        transposed: whether the last two dimensions are swapped in the folder.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Part:
         return (*ranges, *((0, length) for length in shape[len(ranges) :]))
 
     def dropped(self) -> int:
-        """Return the number of leading dimensions that the folder's tensor lacks."""
+        """Return the number of leading dimensions of the model tensor that the folder's tensor lacks."""
         return sum(isinstance(each, int) for each in self.index)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -64,15 +64,14 @@ class Part:
 
 @dataclass
 class Table:
-    """Maps each model tensor to its parts, which are tensors in the folder.
+    """Maps each model tensor to one or more tensors in the folder.
 
     Args:
-        prefix: a prefix of tensor names, which is absent from folders that were saved without the model's head.
+        prefix: a prefix of tensor names, which is missing in folders that were saved without the model's head.
         ignored: regular expressions for tensors in the folder that the model does not use.
-        renamed: pairs of a regular expression and its replacement, which convert names in older files to names in the
-            table.
-        modules: pairs of a regular expression and its replacement, which convert paths in a folder to module paths in
-            `transformers`, if the paths differ.
+        renamed: pairs (regular expression, replacement) that convert names in older files to names in the table.
+        modules: pairs (regular expression, replacement) that convert module names in a folder to module names in
+            `transformers`.
     """
 
     prefix: str = ""
@@ -88,17 +87,16 @@ class Table:
         self.parts[ours] = (Part(theirs, (), transposed),)
 
     def rows(self, ours: str, theirs: Mapping[str, int]) -> None:
-        """Map the model tensor `ours` to concatenated tensors in the folder.
+        """Map the model tensor `ours` to tensors in the folder, concatenated along dimension 0.
 
-        `theirs` maps the name of each tensor in the folder to the number of its rows.
+        `theirs` maps each tensor's name in the folder to its number of rows.
         """
         self.parts[ours] = tuple(Part(name, (span,)) for name, span in _spans(theirs))
 
     def stack(self, ours: str, theirs: Sequence[Mapping[str, int]]) -> None:
-        """Map the model tensor `ours` of shape (n, rows, ...) to n concatenations of tensors in the folder.
+        """Map the model tensor `ours` (n, rows, ...) to a stack of n concatenations of tensors in the folder.
 
-        `theirs[i]` describes the slice `ours[i]`: it maps the names of the tensors to their numbers of rows, as in
-        `rows`.
+        `theirs[i]` describes the slice `ours[i]`.  It maps each tensor's name to its number of rows.
         """
         self.parts[ours] = tuple(
             Part(name, (number, span)) for number, rows in enumerate(theirs) for name, span in _spans(rows)
@@ -113,19 +111,19 @@ class Table:
     def linears(self, ours: str, theirs: Mapping[str, int], *, bias: bool = False) -> None:
         """Map the fused linear layer `ours` to several layers in the folder.
 
-        `theirs` maps the name of each layer in the folder to the number of its outputs.
+        `theirs` maps each layer's name in the folder to its number of outputs.
         """
         for kind in ("weight", "bias") if bias else ("weight",):
             self.rows(f"{ours}.{kind}", {f"{name}.{kind}": rows for name, rows in theirs.items()})
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether the model does not use the folder's tensor `name`."""
+        """Return whether an expression in `ignored` matches the tensor name."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def standard(self, name: str) -> str:
-        """Convert a tensor name in a folder to the name in the table.
+        """Convert a tensor name in a folder to the corresponding name in the table.
 
-        The name in the folder may have an older form or lack the prefix.
+        The folder may use an older name or omit `prefix`.
         """
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
@@ -134,7 +132,7 @@ class Table:
         return name
 
     def module(self, path: str) -> str:
-        """Convert a module path in the folder's tensor names to the module path in `transformers`."""
+        """Convert a module name from a folder's tensor names to the corresponding module name in `transformers`."""
         for pattern, replacement in self.modules:
             path = re.sub(pattern, replacement, path)
         return path

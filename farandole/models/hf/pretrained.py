@@ -1,4 +1,4 @@
-"""Create models from Hugging Face folders, reading weights immediately or lazily, and write models to such folders."""
+"""Load models from Hugging Face folders, immediately or lazily, and save models to such folders."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ Request = tuple[str, Box, Tensor]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The Hugging Face description of a model, which `save_pretrained` writes.
+    """A model's description in the Hugging Face format.
 
     Args:
-        architecture: the family.
+        architecture: the model family.
         config: the model's configuration.
-        values: the `config.json` fields, from the original folder or for a new folder.
+        values: the fields of `config.json`.
         folder: the folder from which the model was created, or None.
     """
 
@@ -75,7 +75,7 @@ class Pretrained:
 
     @property
     def table(self) -> Table:
-        """Return the architecture's table of tensor names and conversions for this configuration."""
+        """Return the table that maps model tensors to tensors in a folder."""
         return self.architecture.table(self.config)
 
 
@@ -94,14 +94,15 @@ def from_pretrained(
     Args:
         folder: a folder with `config.json` and safetensors files.
         dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).
-        lazy: whether to return a model on the meta device.  `farandole.parallelize` then reads only each rank's shards.
-        classes: the number of classes of a classifier head.  Head weights that the folder lacks, or stores with another
-            shape, are drawn with `seed`.
+        lazy: whether to return a model on the meta device.  In `farandole.parallelize`, each rank then reads only its
+            shards.
+        classes: the number of classes of a classifier head.  Head weights that are missing from the folder, or
+            have another shape there, are initialized randomly with `seed`.
         progress: a callback that receives the number of bytes read so far and the total number of bytes.
         changes: new values for configuration fields that do not affect the tensors, such as dropout=0.1.
 
     Returns:
-        A model on torch's default device, in training mode.
+        A model in training mode, on torch's default device unless `lazy` is true.
 
     Raises:
         FolderError: if a file is missing, damaged or incomplete, or the configuration has an unsupported field.
@@ -129,10 +130,10 @@ def from_pretrained(
 
 
 def read_config(folder: str | Path, *, with_weights: bool = True) -> Pretrained:
-    """Read the family and the configuration of the model in a folder, without its weights.
+    """Read a model's family and configuration from a folder, without the weights.
 
     Args:
-        with_weights: whether the caller will also read the weights.  If so, quantized weights raise an error.
+        with_weights: whether the caller will also read the weights.  If so, quantized weights raise FolderError.
 
     Raises:
         FolderError: if `config.json` is missing or damaged, or describes a model that is not supported.
@@ -196,10 +197,10 @@ def _open(
 
 
 def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
-    """Return `origin` with `classes` classes and the configuration fields in `changes`, as in `from_pretrained`.
+    """Return a copy of `origin` with `classes` classes and changed configuration fields.
 
     Raises:
-        FolderError: if the family has no classifier.
+        FolderError: if `classes` is given, but the family has no classifier.
         TypeError: if the configuration lacks a field in `changes`.
     """
     config, values = origin.config, dict(origin.values)
@@ -224,7 +225,7 @@ def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, 
 
 
 def describe(model: nn.Module) -> Pretrained:
-    """Return the description of a model that was created by `from_pretrained` or a builder in `farandole.models`.
+    """Return the description of a model that `from_pretrained` or a builder in `farandole.models` created.
 
     Raises:
         ValueError: if the model has no Hugging Face format.
@@ -249,8 +250,8 @@ class Weights:
 
     Args:
         model: the model, whose tensors may be on the meta device.
-        seed: the seed for weights that are missing from the folder.
-        optional: whether head weights may be missing or have a different shape.  Such weights are drawn with `seed`.
+        seed: the seed for random initial weights.
+        optional: whether head weights may be missing or have a different shape.  Such weights are initialized randomly.
 
     Raises:
         FolderError: if tensors are missing or unknown, or have an incorrect shape.
@@ -313,7 +314,7 @@ class Weights:
             )
 
     def __contains__(self, name: str) -> bool:
-        """Return whether `read` can fill the model tensor `name`, either from the folder or with random values."""
+        """Return whether `read` can fill the model tensor `name`, with stored or initial values."""
         return name in self._parts or name in self._drawn
 
     def _fit(self, ours: str, parts: Sequence[Part], stored: Mapping[str, Entry]) -> bool:
@@ -349,7 +350,7 @@ class Weights:
         read(reads, advance)
 
     def _draw(self, name: str) -> Tensor:
-        """Draw initial values: 0 for biases, 1 for normalizations, else normal with standard deviation 0.02."""
+        """Return initial values for a weight that the folder lacks or stores with another shape."""
         shape = self._shapes[name]
         if name.endswith("bias"):
             return torch.zeros(shape)
@@ -386,7 +387,10 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory for a meta-device model.  Tied tensors stay tied, and non-persistent buffers become zero."""
+    """Allocate the tensors of a meta-device model on `device`.
+
+    Parameters are uninitialized, and tied parameters stay tied.  Buffers are zero.
+    """
     twins: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -412,7 +416,7 @@ class Written:
     Args:
         name: the name in the folder.
         ours: the name of the model tensor.
-        part: the part of the model tensor that is written.
+        part: the table's description of the tensor.
         whole: the shape of the model tensor.
     """
 
@@ -423,7 +427,7 @@ class Written:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape in the folder."""
+        """Return the tensor's shape in the folder."""
         return self.part.shape(self.whole)
 
     @property
@@ -432,14 +436,14 @@ class Written:
         return self.part.box(self.whole)
 
     def of_box(self, values: Tensor) -> Tensor:
-        """Return the tensor to write, given the values in `box` of the model tensor."""
+        """Convert the model tensor's values in `box` to the tensor to write."""
         for _ in range(self.part.dropped()):
             values = values[0]
         return values.transpose(-2, -1) if self.part.transposed else values
 
 
 def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) -> list[Written]:
-    """Return the tensors to write to a folder, in model order."""
+    """Return the tensors to write to a folder, in the order of the model's tensors."""
     return [
         Written(part.name, ours, part, shapes[ours])
         for ours, parts in origin.table.parts.items()
@@ -448,7 +452,7 @@ def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`, and copy the tokenizer and generation files from the original folder, if there is one.
+    """Write `config.json`, and copy tokenizer and generation files from the original folder, if any.
 
     Raises:
         OSError: if a file cannot be written.
@@ -466,11 +470,11 @@ def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> N
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
 ) -> None:
-    """Write an in-memory model to a new Hugging Face folder.
+    """Write an unsharded model to a new Hugging Face folder.
 
     Args:
         dtype: the dtype for floating-point weights, by default the first weight's dtype.
-        file_bytes: the maximum file size.  A larger model is split into several files with an index.
+        file_bytes: the maximum file size in bytes.  A larger model is split into several files with an index.
 
     Raises:
         FolderError: if the folder exists or cannot be written.

@@ -1,4 +1,4 @@
-"""Find the model families by name."""
+"""Register model families and look them up by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from farandole.models.hf.architecture import Architecture
 
 @cache
 def families() -> dict[str, Architecture]:
-    """Return all families, keyed by name."""
+    """Return all model families, keyed by name."""
     # imported here, because only programs that read or write Hugging Face folders need all models
     from farandole.models.hf import decoders, encoders
 

@@ -4,7 +4,7 @@ from farandole._troubleshooting import Documented
 
 
 class CheckpointError(Documented, RuntimeError):
-    """Raised if a checkpoint cannot be written, found or loaded; the message names the checkpoint and the reason."""
+    """Raised if a checkpoint cannot be written, found or loaded; the message contains its path and the reason."""
 
     _section = "checkpointerror"
 
@@ -15,6 +15,6 @@ class CheckpointError(Documented, RuntimeError):
 
 
 class UnreadableError(CheckpointError):
-    """Raised if a checkpoint is missing or damaged; other errors, such as a full disk, raise `CheckpointError`."""
+    """Raised if a checkpoint is missing or damaged."""
 
     _section = "is-damaged"

@@ -1,10 +1,10 @@
-"""Save engine checkpoints, optionally in the background, and load them under any plan and number of ranks.
+"""Save checkpoints of an engine, optionally in the background, and load them under any plan.
 
-    engine.save(folder, extra={"step": n})            # `state` lists the contents
+    engine.save(folder, extra={"step": n})            # see `state` for the contents
     pending = engine.save(folder, asynchronous=True)  # copies the state to host memory; a thread writes the copy
     pending.wait()
     engine.load(folder)
-    engine.export(folder)                             # model.safetensors: parameters and buffers alone, for other tools
+    engine.export(folder)                             # model.safetensors: only parameters and buffers, for other tools
     engine.load_weights(folder)
 
 A folder is named `FOLDER.tmp` until all of its files are on disk.
@@ -67,7 +67,7 @@ class PendingSave:
         """Wait until the checkpoint is on disk.  This is a collective call.
 
         Raises:
-            CheckpointError: on all ranks, once, if any rank could not write its part.
+            CheckpointError: on all ranks, if writing failed on any rank.  Later calls do not raise the error again.
         """
         self.join()
         failure, self._failure = self._failure, ""
@@ -78,14 +78,14 @@ class PendingSave:
             raise
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for at most `timeout_s` seconds until this rank has finished writing.  This is not a collective call."""
+        """Wait at most `timeout_s` seconds for this rank to finish writing.  This is not a collective call."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def start(
         self, state: State, text: str, on_saved: Callable[[], None] | None, *, background: bool
     ) -> None:
-        """Write `state`, and the metadata `text`, either now or in a background thread."""
+        """Write `state` and the metadata `text`, in a thread if `background` is set."""
         if not background:
             self._write(state, text, on_saved, self._comm.group)
             return
@@ -107,7 +107,7 @@ class PendingSave:
         group: dist.ProcessGroup,
         previous: threading.Thread | None = None,
     ) -> None:
-        if previous is not None:
+        if previous is not None:  # so that all ranks make collective calls in the order of the saves
             previous.join()
         partial = partial_folder(self.folder)
         try:
@@ -137,11 +137,7 @@ class PendingSave:
 
 @dataclass
 class _Writers:
-    """The process group for collective calls in checkpoint-writing threads, and the last thread started.
-
-    Several engines can use the same group.  Each thread waits for the previous one, so that the collective calls have
-    the same order on all ranks: the order of the saves.
-    """
+    """The process group of the checkpoint-writing threads, and the last thread started."""
 
     group: dist.ProcessGroup
     last: threading.Thread | None = None
@@ -151,9 +147,9 @@ _writers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Writers] = weakref.WeakK
 
 
 def _writers_of(comm: Communicator) -> _Writers:
-    """Return a separate group of the same ranks, so that the threads' collectives do not interfere with training."""
     if comm.group not in _writers:
         ranks = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
+        # a separate group, so that the threads' collectives do not interfere with training
         _writers[comm.group] = _Writers(local_group(comm.group, ranks))
     return _writers[comm.group]
 
@@ -190,7 +186,6 @@ def save(
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
-    """Log a warning if a module has extra state, because checkpoints do not contain it."""
     names = [
         name or type(module).__name__
         for name, module in model.named_modules()
@@ -204,7 +199,7 @@ def _warn_of_extra_state(model: nn.Module) -> None:
 
 
 def _warn_of_buffers(engine: Engine) -> None:
-    """Log a warning if a forward pass has created or resized a persistent buffer, because the buffer is not saved."""
+    """Warn about buffers that are not saved because a forward pass has created or resized them."""
     names = [name for name, b in persistent_buffers(engine.model) if not engine.has_layout(name, b)]
     if names:
         warn_once(
@@ -223,10 +218,7 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _copy(value: Tensor | Range) -> Tensor | Range:
-    """Return a copy of `value` in host memory.
-
-    An offloaded state is returned unchanged: it is read from the offload store when it is written to the checkpoint.
-    """
+    """Copy `value` to host memory, unless it is offloaded."""
     if isinstance(value, Range):
         return value if value.held is None else replace(value, held=value.held.to("cpu", copy=True))
     return value.detach().to("cpu", copy=True)
@@ -235,7 +227,7 @@ def _copy(value: Tensor | Range) -> Tensor | Range:
 def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Load a checkpoint into the engine; see `Engine.load`.
 
-    `metadata` replaces the content of the metadata file.  Folders written by earlier versions lack this file.
+    Pass `metadata` for checkpoints of earlier versions, which have no metadata file.
     """
     from farandole.parallel.checkpoint.storage import load_state, read_metadata
 
@@ -280,10 +272,7 @@ def load(engine: Engine, folder: Path, metadata: Mapping[str, Any] | None = None
 
 
 def _check_optimizers(engine: Engine, found: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` unless the engine's optimizers match the saved ones.
-
-    An engine without optimizers always matches.
-    """
+    """Raise `CheckpointError` if the engine has optimizers that differ from the saved ones."""
     own = engine.metadata()
     counts = [[len(groups) for groups in each["groups"]] for each in (own, found)]
     if engine.optimizers and (own["optimizers"] != found["optimizers"] or counts[0] != counts[1]):
@@ -299,7 +288,7 @@ def prepare(folder: Path) -> None:
 
     Raises:
         CheckpointError: if `folder` exists, or its parent is not a folder.
-        OSError: if a system call fails.
+        OSError: if a folder cannot be created or removed.
     """
     if folder.exists():
         raise CheckpointError("the folder exists; choose another name, or remove the folder first")
@@ -311,17 +300,15 @@ def prepare(folder: Path) -> None:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Return the temporary name of a folder that is being written."""
+    """Return the name that `folder` has while it is being written."""
     return folder.with_name(f"{folder.name}.tmp")
 
 
 @contextmanager
 def fail_on_all(comm: Communicator, folder: Path) -> Iterator[None]:
-    """Raise a `CheckpointError` about `folder` on all ranks if any rank fails in the block.
+    """Return a context manager that raises a `CheckpointError` about `folder` on all ranks if any rank fails.
 
-    All ranks must enter the context.
-
-    Missing or damaged files raise an `UnreadableError`.
+    All ranks must enter the context.  If files are missing or damaged, the error is an `UnreadableError`.
     """
     failure: OSError | str = ""
     cause: BaseException | None = None
@@ -348,15 +335,12 @@ def raise_on_all(
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Return whether `error` indicates that files are missing or damaged.
-
-    Libraries raise many exception types for damaged files, but system errors and a lack of memory do not indicate
-    damage.
-    """
+    """Return whether `error` indicates that files are missing or damaged."""
     if _is_torch_error(error):
         return all(_is_damage(failure) for failure, _ in error.failures.values())
     if isinstance(error, CheckpointError):
         return isinstance(error, UnreadableError)
+    # libraries raise many exception types for damaged files, so all but system and memory errors indicate damage
     reason = reason_of(error)
     if isinstance(reason, OSError):
         return isinstance(reason, FileNotFoundError)
@@ -373,7 +357,7 @@ def _is_torch_error(error: BaseException) -> TypeGuard[CheckpointException]:
 
 
 def reason_of(error: BaseException) -> OSError | str:
-    """Return the `OSError` that caused `error`, or the first line of the message of its root cause."""
+    """Return the `OSError` that caused `error` or, if there is none, the first line of the root cause's message."""
     if _is_torch_error(error):
         reasons = [reason_of(failure) for failure, _ in error.failures.values()]
         return next((reason for reason in reasons if isinstance(reason, OSError)), reasons[0])

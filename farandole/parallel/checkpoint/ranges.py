@@ -1,7 +1,8 @@
-"""The parts of global tensors that a rank stores, as boxes for PyTorch's distributed checkpoint format.
+"""Describe the elements of global tensors that a rank stores, for PyTorch's distributed checkpoint format.
 
-A rank's tensor consists of one or more boxes of a global tensor (`TensorBoxes`).  The rank stores a range of the
-flattened tensor's elements (`Range`), which PyTorch saves as boxes.
+A rank's tensor consists of one or more boxes (rectangular blocks) of a global tensor (`TensorBoxes`).  The rank stores
+all elements of its flattened tensor or, with ZeRO, some consecutive elements (`Range`).  PyTorch saves these elements
+as boxes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class TensorBoxes:
     """The position of a rank's tensor in a global tensor of shape `shape`.
 
-    The rank's tensor has shape `local` and consists of `regions`: pairs of a local box and the corresponding global
-    box.
+    `local` is the shape of the rank's tensor.  `regions` contains pairs: a box in the rank's tensor and
+    the corresponding box in the global tensor.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +41,10 @@ class TensorBoxes:
 
     @staticmethod
     def of_boxes(shape: Sequence[int], local: Sequence[int], boxes: Sequence[Box]) -> TensorBoxes:
-        """Return the `TensorBoxes` of the concatenation of `boxes` along the dimensions in which they differ."""
+        """Return the `TensorBoxes` of a local tensor that concatenates `boxes` of the global tensor.
+
+        The boxes are concatenated along the dimensions in which they differ.
+        """
         firsts: list[dict[tuple[int, int], int]] = [{} for _ in shape]
         for box in boxes:
             for first, ends in zip(firsts, box, strict=True):
@@ -66,9 +70,9 @@ def _box_of(shape: Sequence[int]) -> Box:
 class Range:
     """Consecutive elements of a rank's flattened tensor, beginning with element `start`.
 
-    PyTorch saves the elements as boxes of the global tensor.  To do so, PyTorch calls two methods of this class (the
-    protocol in `torch.distributed._checkpointable`) and the planners in `storage`.  `load` reads the elements if they
-    are not `held` in memory.  The result of `load` is valid until the next call.
+    PyTorch saves the elements as boxes of the global tensor, through the protocol in
+    `torch.distributed._checkpointable` and the planners in `storage`.  `load` reads the elements if they are not
+    `held` in memory.  The result of `load` is valid until the next call.
     """
 
     place: TensorBoxes
@@ -98,23 +102,22 @@ class Range:
         return self.length * self.dtype.itemsize
 
     def part(self, offsets: Sequence[int]) -> Tensor:
-        """Return the elements in the box of the global tensor that begins at `offsets`."""
+        """Return the elements of the box that begins at `offsets` in the global tensor."""
         for box, elements in self.boxes():
             if tuple(start for start, _ in box) == tuple(offsets):
                 return elements
         raise KeyError(f"expected the offsets of a box in this range, got {tuple(offsets)}")
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Yield pairs of a box of the global tensor and the elements of this range that fill the box."""
+        """Yield (box, elements) for each box of the global tensor that this range covers."""
         for box, first, local, slices in self._boxes():
             elements = self.values[first : first + volume(local)]
             yield box, elements.view([end - start for start, end in local])[slices]
 
     def _boxes(self) -> Iterator[tuple[Box, int, Box, tuple[slice, ...]]]:
-        """Yield tuples (global box, first, local box, slices).
+        """Yield (global box, first, local box, slices) for each box of the global tensor that this range covers.
 
-        The local box begins at element `first` of this range.  `slices` select the elements of the global box from the
-        local box.
+        The local box begins at element `first` of the range.  `slices` selects the elements of the global box in the local box.
         """
         if 0 in self.place.shape:
             # one box without elements, so that the tensor has an entry in the checkpoint
@@ -129,6 +132,7 @@ class Range:
                     continue
                 shifts = [there - here for (here, _), (there, _) in zip(region, stored, strict=True)]
                 box = tuple((s + shift, e + shift) for (s, e), shift in zip(common, shifts, strict=True))
+                # the elements of the global box in the local box
                 slices = tuple(slice(s - at, e - at) for (s, e), (at, _) in zip(common, local, strict=True))
                 yield box, first, local, slices
             first += volume(local)

@@ -3,9 +3,9 @@
     model.safetensors                                        or, for larger models,
     model-00001-of-00003.safetensors ... and model.safetensors.index.json, in the layout of Hugging Face
 
-No rank holds the unsharded model.  Each rank writes its own boxes to a checkpoint.  From this checkpoint, each rank
-then writes some of the files, a few tensors at a time.  To load, each rank reads only the elements that it stores, into
-the memory where the engine keeps them.
+No rank holds the unsharded model.  To write, all ranks first save a temporary checkpoint.  From this checkpoint,
+each rank then writes some of the files, a few tensors at a time.  To load, each rank reads only the elements that
+it stores, directly into the engine's memory.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def save_pretrained(engine: Engine, folder: Path, dtype: torch.dtype | None, fil
 
 
 def write_weights(path: Path, state: Path, types: Mapping[str, torch.dtype]) -> None:
-    """Write the parameters and buffers in the checkpoint folder `state` to the file `path`.  Call this on one rank.
+    """Write the parameters and buffers in checkpoint folder `state` to the file `path`; call this on one rank.
 
     Args:
-        types: the dtype of each tensor to convert, by tensor name; other tensors keep their saved dtypes.
+        types: the new dtypes of the tensors to convert, by name; other tensors keep their saved dtypes.
     """
     saved, reader = _saved(state, types), _StateReader(state, {})
     types = {name: entry.properties.dtype for name, entry in saved.items()} | dict(types)
@@ -117,13 +117,7 @@ def _write(
     file_bytes: int,
     describe_model: Callable[[Path, torch.dtype], None] = lambda path, dtype: None,
 ) -> None:
-    """Write the model's tensors to a new folder.  This is a collective call.
-
-    Args:
-        tensors: a function that returns the tensors to write, given the saved parameters and buffers.
-        dtype: the dtype of floating-point tensors; None keeps the saved dtypes.
-        describe_model: a function that writes further files, given the folder and the weights' dtype.
-    """
+    """Write the tensors selected by `tensors` to a new folder.  This is a collective call."""
     from farandole.parallel.checkpoint.storage import write_state
 
     comm, temporary = engine.comm, partial_folder(folder)
@@ -174,7 +168,7 @@ def _type(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _saved(state: Path, names: Iterable[str]) -> _Entries:
-    """Return the metadata of the saved parameters and buffers, by name and in the order of `names`."""
+    """Return the metadata of the saved parameters and buffers by name, in the order of `names`."""
     from farandole.parallel.checkpoint.storage import read_metadata, tensors_in
 
     order = {name: number for number, name in enumerate(names)}
@@ -187,19 +181,14 @@ def _saved(state: Path, names: Iterable[str]) -> _Entries:
 
 
 def lora_scalings(model: nn.Module) -> dict[str, float]:
-    """Return the scalings of unmerged LoRA adapters, by the names of the adapted weights."""
+    """Return a dict that maps names of adapted weights to the scalings of their unmerged LoRA adapters."""
     return {
         f"{path}.weight": layer.lora.scaling for path, layer in lora_layers(model).items() if not layer.merged
     }
 
 
 class _StateReader:
-    """Reads tensors from a checkpoint, so that they can be written to files.
-
-    Args:
-        scalings: the scalings of LoRA adapters, by the names of the adapted weights.  In Hugging Face folders, each
-            adapter is added to its weight.
-    """
+    """Reads tensors from a checkpoint, and merges LoRA adapters into Hugging Face tensors."""
 
     def __init__(self, folder: Path, scalings: Mapping[str, float]) -> None:
         from farandole.parallel.checkpoint.storage import read_metadata, tensors_in
@@ -210,7 +199,6 @@ class _StateReader:
         self._cached: tuple[str, Tensor] | None = None
 
     def read(self, written: Mapping[str, Written], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the values of the tensors `names`, by name."""
         return {name: written[name].of_box(self._box(written[name])) for name in names}
 
     def _box(self, each: Written) -> Tensor:
@@ -253,7 +241,7 @@ class _StateReader:
 
 @dataclass(frozen=True)
 class _Files:
-    """Weights in safetensors files, which are looked up by the model's tensor names."""
+    """The entries of safetensors files, keyed by the model's tensor names."""
 
     entries: Mapping[str, Entry]
     folder: Path
@@ -266,9 +254,9 @@ class _Files:
 
 
 def read_weights(engine: Engine, source: WeightSource) -> None:
-    """Read the parameters and buffers that this rank stores, directly into their memory.  This is a collective call.
+    """Read this rank's parameters and buffers from `source` into the engine's memory.
 
-    Tensors that `source` lacks keep their values.
+    This is a collective call.  Tensors that are not in `source` keep their values.
 
     Raises:
         CheckpointError: on all ranks, if any rank cannot read a file.
@@ -284,7 +272,7 @@ def read_weights(engine: Engine, source: WeightSource) -> None:
 
 
 def _offloaded(stored: Stored) -> FlatWeights | None:
-    """Return the offloaded weights that must be in memory while `stored` is read, or None."""
+    """Return the offloaded weights that contain `stored`, or None."""
     return stored.weights if stored.weights is not None and stored.weights.is_offloaded else None
 
 
@@ -311,11 +299,7 @@ def load_weights(engine: Engine, path: Path) -> None:
 
 
 def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _Files:
-    """Check the names and shapes in `entries`, and return the entries under the model's tensor names.
-
-    Raises:
-        CheckpointError: if the entries belong to another model.
-    """
+    """Return `entries` keyed by the model's tensor names; raise `CheckpointError` if names or shapes differ."""
     aliases, optional = _names(engine)
     known = {alias for names in aliases.values() for alias in names} | optional
     missing = [name for name, names in aliases.items() if not any(each in entries for each in names)]
@@ -342,14 +326,9 @@ def _matching(engine: Engine, entries: Mapping[str, Entry], path: Path) -> _File
 
 
 def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
-    """Return a dict that maps the first name of each parameter to all its names, and the names of optional tensors.
-
-    Optional tensors are buffers and empty parameters: files need not contain them.
-
-    The result covers all pipeline stages.  Files can list a tied parameter under any of its names.  This is a
-    collective call.
-    """
-    names: dict[int, list[str]] = {}
+    """Gather all names of each parameter, keyed by its first name, and the set of optional tensor names."""
+    names: dict[int, list[str]] = {}  # files can list a tied parameter under any of its names
+    # buffers and empty parameters, which files need not contain
     own_optional = {name for name, _ in engine.model.named_buffers()}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         if parameter.numel():
@@ -367,7 +346,7 @@ def _names(engine: Engine) -> tuple[dict[str, list[str]], set[str]]:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """Return the entries of the tensors in a safetensors file, or in all safetensors files of a folder."""
+    """Return the tensor entries of a safetensors file or folder, by tensor name."""
     try:
         if path.is_dir():
             if not (path / INDEX).exists() and not (path / FILE).exists():

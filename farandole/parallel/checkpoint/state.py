@@ -1,17 +1,17 @@
-"""The saved state of an engine: boxes of globally named tensors, in PyTorch's distributed checkpoint format.
+"""The saved state of an engine, in PyTorch's distributed checkpoint format.
 
-    model.NAME              a parameter in the dtype that the optimizer updates, frozen or not, or a buffer
+    model.NAME              a parameter, trained or frozen, in the dtype that the optimizer updates; or a buffer
     optimizer.NAME/KEY      an optimizer state of a parameter (`exp_avg`, ...); non-elementwise states are saved whole
-    random.rankN            the CPU generator of group N: the ranks that share samples (tensor and context parallelism)
-                            and draw the same random numbers, or a single rank
-    random.cuda.rankN       the accelerator's generator of the same group
-    compression.rankN.KEY   the compression residuals of a rank
+    random.rankN            the state of the CPU generator of group N; the ranks of a group process the same samples
+                            (tensor and context parallelism) and draw the same random numbers
+    random.cuda.rankN       the state of the accelerator's generator of group N
+    compression.rankN.KEY   the compression residuals of rank N
 
-Each rank saves its boxes under the tensor names of the unsharded model, and reads the boxes that it needs.  Therefore a
-checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A tensor that several ranks
-store is written once.
+Each rank saves its boxes under the tensor names of the unsharded model, and reads the boxes that it needs.
+Therefore a checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A tensor that
+several ranks store is written once.
 
-Offloaded optimizer states pass through memory one bucket at a time when they are saved and loaded.
+Offloaded optimizer states are saved and loaded one bucket at a time.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def state_of(engine: Engine, rank: int) -> State:
 
 
 def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
-    """Return new tensors for the entries of `saved` that this rank needs.
+    """Return uninitialized tensors for the entries of `saved` that this rank loads.
 
     Raises:
-        CheckpointError: if a trained parameter is missing or has a different shape.
+        CheckpointError: if a trained parameter is missing, or a tensor has a different shape.
     """
     state: State = {}
     for stored in stored_tensors(engine):
@@ -106,9 +106,10 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
 
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:
-    """Restore `engine` from `loaded`: the tensors that `empty_state` returned, with loaded values.
+    """Copy the `loaded` state to `engine`.  This is a collective call.
 
-    This is a collective call.
+    Args:
+        loaded: the result of `empty_state`, filled with the checkpoint's values.
     """
     with torch.no_grad():
         pairs = ((stored, loaded.get(f"model.{stored.name}")) for stored in stored_tensors(engine))
@@ -129,7 +130,7 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
 
 
 def _generator_number(engine: Engine, rank: int) -> int:
-    """Return the index of the group that contains `rank`; the ranks of a group draw the same random numbers."""
+    """Return the index of the group of ranks that draw the same random numbers as `rank`."""
     mesh = engine.mesh
     axes = [axis for axis in AXES if axis not in ("context", "tensor")]
     places = [mesh.of_rank(each)[0].at(axes) for each in range(mesh.size)]
@@ -137,10 +138,7 @@ def _generator_number(engine: Engine, rank: int) -> int:
 
 
 def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
-    """Return a loaded optimizer state as a tensor.
-
-    An elementwise state gets the shape, strides and device of the shard.
-    """
+    """Return a loaded state as a tensor; an elementwise state gets the shard's shape, strides and device."""
     if isinstance(found, Tensor):
         return found
     like = torch.empty_like(shard, dtype=found.dtype, requires_grad=False)
@@ -149,10 +147,10 @@ def _as_state(found: Tensor | Range, shard: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """This rank's part of a parameter or buffer.
+    """The elements of a parameter or buffer that this rank stores.
 
-    `values()` returns the elements that this rank stores.  The first of them is element `start` of the rank's tensor.
-    The elements can be changed in place.  Offloaded `weights` must be in memory while elements are read or changed.
+    `values()` returns the elements, which can be changed in place.  The first element has index `start` in the
+    rank's flattened tensor.  Offloaded `weights` must be in memory while elements are read or changed.
     """
 
     name: str
@@ -164,9 +162,9 @@ class Stored:
 
 
 def stored_tensors(engine: Engine) -> Iterator[Stored]:
-    """Yield this rank's parts of all parameters, and of all persistent buffers that layouts describe.
+    """Yield this rank's elements of all parameters, and of the persistent buffers that have a layout.
 
-    Other buffers can have different shapes on different ranks.
+    Other buffers are omitted, because their shapes can differ between ranks.
     """
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     in_buckets = {id(parameter) for bucket in engine.buckets for parameter in bucket.parameters}
@@ -206,7 +204,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def set_values(found: Iterable[tuple[Stored, Tensor]]) -> None:
-    """Copy values to this rank's parts of tensors.  Offloaded weights are changed one bucket at a time."""
+    """Copy each tensor in `found` to its `Stored` elements.  Offloaded weights are changed one bucket at a time."""
     for weights, members in groupby(found, key=lambda pair: pair[0].weights):
         with nullcontext() if weights is None else weights.in_memory(write=True):
             for stored, values in members:
@@ -222,7 +220,7 @@ class _WeightReader:
         self._values: dict[str, Tensor] = {}
 
     def range_of(self, stored: Stored) -> Range:
-        """Return this rank's part of a parameter as a range.  Offloaded values are read on demand."""
+        """Return `stored` as a range; offloaded values are read on demand."""
         values, weights = stored.values(), stored.weights
         if weights is None or not weights.is_offloaded:
             return Range.of(values, stored.start, stored.place)
@@ -248,7 +246,7 @@ def _place(engine: Engine, name: str, tensor: Tensor) -> TensorBoxes:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the buffers that `state_dict` contains."""
+    """Yield (name, buffer) for each buffer in the model's `state_dict`."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -256,10 +254,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states(engine: Engine) -> Iterator[tuple[str, TensorBoxes, nn.Parameter, int, dict[str, Any]]]:
-    """Yield (stem, boxes, shard, start, states) for each shard whose optimizer states are in memory.
-
-    The stem is the part of the entry names before "/".
-    """
+    """Yield (entry prefix, boxes, shard, start, states) for each shard whose optimizer states are in memory."""
     if engine.offloaded:
         return
     places = _places(engine)
@@ -274,7 +269,7 @@ def _prefix(number: int) -> str:
 
 
 def _keys_of(entries: Iterable[str]) -> defaultdict[str, list[str]]:
-    """Return the keys of optimizer states, grouped by stem: the part of the entry name before "/"."""
+    """Split entry names of the form STEM/KEY; return the keys grouped by stem."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for entry in entries:
         stem, _, key = entry.rpartition("/")
@@ -303,17 +298,11 @@ def _empty_as(description: STORAGE_TYPES) -> Tensor:
 
 
 def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, length: int) -> Range | None:
-    """Return a range with uninitialized elements for a saved tensor; None if the tensor has a different shape.
-
-    Earlier versions saved flattened tensors.
-
-    Raises:
-        CheckpointError: if the saved tensor is flattened and this rank stores only a part of it.
-    """
+    """Return an uninitialized range for a saved tensor; None if the tensor has a different shape."""
     found = _described(description)
     size = tuple(found.size)
     if size != place.shape:
-        if size != (math.prod(place.shape),):
+        if size != (math.prod(place.shape),):  # earlier versions saved flattened tensors
             return None
         if not place.is_whole:
             raise CheckpointError(
@@ -328,7 +317,7 @@ def _empty_range(description: STORAGE_TYPES, place: TensorBoxes, start: int, len
 def _empty_optimizer_state(
     description: STORAGE_TYPES, shard: nn.Parameter, start: int, place: TensorBoxes
 ) -> Tensor | Range:
-    """Return an uninitialized range for an elementwise state, or an uninitialized tensor for any other state."""
+    """Return an uninitialized range for an elementwise state, or a tensor for any other state."""
     by_element = _described(description).size and _empty_range(description, place, start, shard.numel())
     return by_element or _empty_as(description)
 
@@ -337,10 +326,7 @@ def _empty_optimizer_state(
 
 
 def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> State:
-    """Return the offloaded states as ranges, which are read from the offload store when a checkpoint is written.
-
-    Offloaded master weights replace the parameters in `stored`.
-    """
+    """Return the offloaded states as ranges that are read from the offload store on demand."""
     places = _places(engine)
     state: State = {}
     for number, update in enumerate(engine.offloaded):
@@ -351,6 +337,7 @@ def _offloaded_state(engine: Engine, stored: Mapping[str, Tensor | Range]) -> St
                 values = stored[f"model.{name}"]
                 if update.state.weights and isinstance(values, Range):
                     bring = partial(_load_master, reader, unit, at)
+                    # the master weight replaces the parameter in `stored`
                     state[f"model.{name}"] = replace(values, dtype=shard.dtype, held=None, load=bring)
                 for key, value in kept.items():
                     entry = f"{_prefix(number)}.{name}/{key}"
@@ -374,9 +361,10 @@ def _load_master(reader: UnitReader, unit: int, at: int) -> Tensor:
 def offloaded_states(
     engine: Engine, folder: Path, loaded: Mapping[str, Tensor | Range]
 ) -> Iterator[tuple[OffloadedUpdate, int, list[ShardState]]]:
-    """Yield (update, unit, states) for each unit of the offloaded optimizer states, without communication.
+    """Yield (update, unit, states) for each unit of offloaded optimizer states.  This is not a collective call.
 
-    `states` contains the states of the unit's shards in the checkpoint `folder`.  Only one unit is in memory at a time.
+    `states` are the saved states of the unit's shards, from the checkpoint `folder`.  Only one unit is in memory
+    at a time.
     """
     if not engine.offloaded:
         return
@@ -410,11 +398,7 @@ def offloaded_states(
 
 
 def _places(engine: Engine) -> dict[int, tuple[str, int, TensorBoxes]]:
-    """Return the position of each updated tensor, by the tensor's id.
-
-    A position is the name of the parameter, the index of the tensor's first element in the parameter, and the boxes of
-    the parameter.
-    """
+    """Return a dict that maps the `id` of each updated tensor to (parameter name, start, parameter's boxes)."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     return {
         id(shard): (names[id(parameter)], start, _place(engine, names[id(parameter)], parameter))

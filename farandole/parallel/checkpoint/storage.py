@@ -22,7 +22,7 @@ from farandole.parallel.checkpoint.ranges import Range
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans the writing of ranges and tensors, each under its name."""
+    """A save planner that supports `Range` values in addition to tensors."""
 
     nbytes = 0
     """The number of bytes that this rank writes, known once the plan is final."""
@@ -31,7 +31,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Receive this rank's part of the global plan, and count its bytes."""
+        """Accept this rank's final plan, and count its bytes."""
         for data in (item.tensor_data for item in new_plan.items):
             if data is not None:
                 self.nbytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
@@ -44,7 +44,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of ranges and tensors, each under its name."""
+    """A load planner that supports `Range` values in addition to tensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -52,7 +52,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep all values, because torch's planner drops values of unknown types."""
+        """Store the arguments; unlike torch's planner, accept values of any type."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -97,12 +97,14 @@ def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def read_state(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
-    """Read values from checkpoint `folder` into the ranges and tensors in `state`, on this rank alone.
+    """Read values from checkpoint `folder` into the ranges and tensors in `state`.
 
-    `metadata` is the checkpoint's metadata, if the caller has already read it.
+    This is not a collective call.
 
-    `torch.distributed.checkpoint.load` is not used, because it warns if ranks load different tensors.
+    Args:
+        metadata: the checkpoint's metadata, if the caller has already read it.
     """
+    # not `dcp.load`, which warns if ranks load different tensors
     reader, planner = FileSystemReader(folder), LoadPlanner()
     metadata = metadata or reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=True)

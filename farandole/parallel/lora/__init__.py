@@ -13,7 +13,7 @@ A Linear layer with the frozen weight W (out, in) computes x (W + s B A)^T, wher
 
     load_adapter(model, "adapter")              # in another process, on the same base model
 
-Experts, which are stacked, have adapters if a target names them: `LoRA(targets=("all-linear", "*.experts.*"))`.
+Stacked expert layers get adapters only if a target names them: `LoRA(targets=("all-linear", "*.experts.*"))`.
 """
 
 from farandole.parallel.lora.adapters import (

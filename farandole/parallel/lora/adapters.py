@@ -40,16 +40,16 @@ class Summary:
 
 
 def add_lora(model: nn.Module, lora: LoRA) -> Summary:
-    """Freeze `model`, add trainable adapters to `lora.targets`, and make the modules in `lora.also_train` trainable.
+    """Freeze `model` and add trainable adapters to the layers in `lora.targets`.
 
-    Layers are changed in place, so call this before the optimizer or `Engine` collects parameters.  The output of the
-    model does not change, because B starts at zero; with a quantized `lora.base`, the output changes by the
-    quantization error.  A is drawn from torch's global generator, and `Engine` copies the values of rank 0 to all
-    ranks.
+    The modules in `lora.also_train` and the biases selected by `lora.bias` are also trained.  Layers are changed in
+    place, so call this before the optimizer or `Engine` collects parameters.  The output of the model does not change,
+    because B starts at zero; with a quantized `lora.base`, it changes by the quantization error.  A is drawn from
+    torch's global generator, and `Engine` copies the values of rank 0 to all ranks.
 
     Raises:
-        ValueError: if a pattern matches nothing or a module that cannot be adapted, the model already has adapters, or
-            weights would no longer be tied.  The model is then unchanged.
+        ValueError: if a pattern matches nothing, or matches a module that cannot be adapted; if the model already has
+            adapters; or if tied weights would be untied.  The model is then unchanged.
         ImportError: if torchao is required and missing.
     """
     present = lora_layers(model)
@@ -87,19 +87,19 @@ def summarize(model: nn.Module) -> Summary:
 
 
 def merge(model: nn.Module, untie: bool = False) -> None:
-    """Merge the adapters' updates into the weights, so that the model is as fast as the base model.
+    """Add the adapters' updates to the weights, so that the model is as fast as the base model.
 
-    The output does not change except for rounding.  Weights are changed in place and rounded once; bf16 and fp16
-    weights lose the part of the update below their precision.  A quantized weight becomes an ordinary tensor.  Adapters
-    are kept for `unmerge`, `save_adapter` and `remove`.
+    Weights are changed in place.  The output changes only by rounding: bf16 and fp16 weights lose the part of the
+    update below their precision.  Quantized weights become dense tensors.  Adapters are kept for `unmerge`,
+    `save_adapter` and `remove`.
 
     Args:
-        untie: copy weights that other modules also use, so that merging changes only the adapted layers.
+        untie: copy each weight that is tied to another module, so that merging changes only the adapted layers.
 
     Raises:
-        ValueError: if other modules use a weight and `untie` is false, or an update is not finite.
-        RuntimeError: if adapters are already merged, or an engine stores the weights and `engine.edit_parameters()` was
-            not entered.  After any of these errors, the model is unchanged.
+        ValueError: if a weight is tied to another module and `untie` is False, or if an update is not finite.
+        RuntimeError: if adapters are already merged, or if an engine stores the weights and this is called outside
+            `engine.edit_parameters()`.  After any of these errors, the model is unchanged.
     """
     layers = _layers(model)
     for path, layer in layers.items():
@@ -125,11 +125,11 @@ def merge(model: nn.Module, untie: bool = False) -> None:
 def unmerge(model: nn.Module) -> None:
     """Subtract the adapters' updates from the weights, to restore the original weights up to rounding.
 
-    A weight that was quantized remains an ordinary tensor.
+    Weights that were quantized before merging remain dense tensors.
 
     Raises:
-        RuntimeError: if adapters are not merged, or an engine stores the weights and `engine.edit_parameters()` was not
-            entered.
+        RuntimeError: if adapters are not merged, or if an engine stores the weights and this is called outside
+            `engine.edit_parameters()`.
     """
     layers = _layers(model)
     for path, layer in layers.items():
@@ -142,9 +142,9 @@ def unmerge(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Turn all adapted layers into plain layers; merged updates remain in the weights.
+    """Turn all adapted layers back into plain layers.
 
-    Other parameters do not change, and frozen parameters remain frozen.
+    Merged updates remain in the weights, and frozen parameters remain frozen.
 
     Raises:
         ValueError: if the model has no LoRA.
@@ -161,9 +161,10 @@ def lora_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
 def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Return the trained tensors other than adapters, by name.
 
-    The result includes the persistent buffers of the modules in `also_train`.
+    The result includes the persistent buffers of the modules in `lora.also_train`.
 
-    `layers` are the paths of the layers to adapt, if the model has no adapters yet.
+    Args:
+        layers: the paths of the layers to adapt, if the model has no adapters yet.
     """
     whole = {
         f"{path}.{name}": tensor.detach()
@@ -176,10 +177,8 @@ def other_trained(model: nn.Module, lora: LoRA, layers: Iterable[str] | None = N
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors that `module.state_dict()` contains.
-
-    `state_dict` itself cannot be called, because it raises an error if an engine shards the parameters.
-    """
+    """Yield the names and tensors that `module.state_dict()` contains."""
+    # `state_dict` raises an error if an engine shards the parameters
     yield from module.named_parameters(remove_duplicate=False)
     for path, inner in module.named_modules(remove_duplicate=False):
         for name, buffer in inner._buffers.items():
@@ -201,9 +200,9 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the biases that `lora` trains, by name.  As in PEFT, a bias is a parameter with "bias" in its name."""
+    """Return the biases that `lora` trains, by name."""
     named = dict(model.named_parameters())
-    if lora.bias == "all":
+    if lora.bias == "all":  # as in PEFT, a bias is a parameter with "bias" in its name
         return {name: p for name, p in named.items() if "bias" in name.rpartition(".")[2]}
     if lora.bias == "lora_only":
         return {f"{path}.bias": named[f"{path}.bias"] for path in layers if f"{path}.bias" in named}
@@ -211,10 +210,8 @@ def _biases(model: nn.Module, lora: LoRA, layers: Iterable[str]) -> dict[str, nn
 
 
 def _check_trained_alone(model: nn.Module, trained: dict[str, nn.Module]) -> None:
-    """Raise ValueError if a trained module is tied to a module that is not trained.
-
-    Loading the adapter would untie these modules.
-    """
+    """Raise ValueError if a trained module is tied to a module that is not trained."""
+    # loading the adapter would untie these modules
     inside = {module for outer in trained.values() for module in outer.modules()}
     for path, outer in trained.items():
         for name, parameter in outer.named_parameters():

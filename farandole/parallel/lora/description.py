@@ -1,4 +1,7 @@
-"""Describe an adapter by layer and tensor names, so that ranks with parts of a model can write the adapter together."""
+"""Describe an adapter by its layer and tensor names.
+
+With this description, ranks that have different pipeline stages can write one adapter together.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from farandole.plan import LoRA
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model.
+    """A description of a model's LoRA adapter, without tensor values.
 
     Args:
         layers: the paths of the adapted layers.
         others: the names of other trained tensors.
         also_trained: the paths of the modules in `lora.also_train`.
         modules: the paths of all modules of the model.
-        origin: the Hugging Face folder of the model.
+        origin: a description of the model's Hugging Face folder, if there is one.
     """
 
     lora: LoRA
@@ -34,14 +37,14 @@ class Adapter:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the names of all adapter tensors in the model."""
+        """Return the names of all tensors in the adapter, including `others`."""
         return (*(f"{path}.lora_{kind}" for path in self.layers for kind in "AB"), *self.others)
 
 
 def describe_adapter(model: nn.Module) -> Adapter | None:
     """Return a description of the adapter of `model`, or None if the model has no LoRA.
 
-    `model` must be complete: it must contain all pipeline stages.
+    `model` must contain all pipeline stages.
     """
     layers = lora_layers(model)
     if not layers:
@@ -60,7 +63,7 @@ def describe_adapter(model: nn.Module) -> Adapter | None:
 def trained_tensors(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
     """Return the adapter's tensors that `model` contains, by name.
 
-    `model` is a complete model or a rank's stages.
+    `model` can be a complete model or a rank's pipeline stages.
     """
     wanted = set(adapter.tensors)
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

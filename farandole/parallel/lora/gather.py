@@ -1,4 +1,4 @@
-"""Gather an adapter on rank 0 if ranks have different stages of the model."""
+"""Gather an adapter on rank 0 from ranks with different pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ def gather_adapter(
     """Return the values of `adapter.tensors` on rank 0, and an empty dictionary on other ranks.
 
     This is a collective call.
-
-    The first rank that has a tensor sends it.
 
     Args:
         own: the unsharded values of the tensors that this rank has.

@@ -2,17 +2,17 @@
 
 This module applies to models that were created from a Hugging Face folder.
 
-One fused layer of a model can correspond to several layers in `transformers`, such as queries, keys and values.  The
-adapter of a fused layer has one A (rank, in) and one B (out, rank).  For PEFT, this adapter is written as one adapter
-per layer, with the same A and the layer's rows of B.
+A fused layer of the model can correspond to several layers in `transformers`, such as queries, keys and values.  The
+fused layer's adapter has one A (rank, in) and one B (out, rank).  In PEFT format, each of the `transformers` layers has
+the same A and its own rows of B.
 
-The experts of a model are stacked, here and in `transformers`, where PEFT adapts the parameters `gate_up_proj` and
-`down_proj` of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the
-adapter tensors for the first parameter have the path `experts.base_layer`.
+Experts are stacked both in the model and in `transformers`.  PEFT adapts the parameters `gate_up_proj` and `down_proj`
+of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the adapter tensors
+for the first parameter have the path `experts.base_layer`.
 
-When an adapter is read from PEFT format, layers can have different matrices A.  The fused adapter's A is then the
-concatenation of the layers' matrices A, and B is zero in the blocks that combine the rows of one layer with the A of
-another layer.
+In an adapter that PEFT trained, the `transformers` layers can have different matrices A.  When such an adapter is read,
+the fused layer's A is the concatenation of these matrices, and B is zero in the blocks that combine the rows of one
+layer with the A of another layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ names, such as shared experts, only by the names of their parameters.
 
 
 def origin_of(model: nn.Module) -> Pretrained | None:
-    """Return the Hugging Face description of a model, or None if the model has none."""
+    """Return `model.pretrained`, which describes the model's Hugging Face folder, or None if it does not exist."""
     origin = getattr(model, "pretrained", None)
     return origin if isinstance(origin, Pretrained) else None
 
@@ -53,7 +53,7 @@ def origin_of(model: nn.Module) -> Pretrained | None:
 def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the names of an adapter's tensors to the names in `transformers`, and split fused layers.
 
-    The names in `tensors` have the format that `peft_adapter` describes.
+    The names in `tensors` have the format in the docstring of `peft_adapter`, without the prefix `base_model.model.`.
     """
     table, found = origin.table, {}
     stacks = {ours: path for path, ours in _wrapped(table, [_split(name)[0] for name in tensors]).items()}
@@ -175,7 +175,7 @@ def from_peft(
 
 
 def _fused(parts: tuple[Part, ...], adapters: list[tuple[Part, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the matrices A and B of a fused layer, given the adapters of its parts."""
+    """Combine the adapters of several layers into the matrices A and B of their fused layer."""
     first = adapters[0][1]
     if len(parts) == 1:
         return first, adapters[0][2]
@@ -203,7 +203,7 @@ def _shapes(shapes: Iterable[Sequence[int]]) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a tensor name into the layer's path and "lora_A", "lora_B" or another tensor name."""
+    """Split a tensor name into the layer's path and the last component: "lora_A", "lora_B", "bias" or similar."""
     for kind in ("lora_A", "lora_B"):
         if name.endswith(f".{kind}.weight"):
             return name.removesuffix(f".{kind}.weight"), kind
@@ -229,14 +229,11 @@ def peft_stacks(origin: Pretrained, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps the paths of the adapted stacks in a PEFT adapter to their paths in the model.
-
-    PEFT wraps a module once for each adapted parameter, and each wrapper adds `.base_layer` to the path of the
-    wrapped module.
-    """
+    """Return a dict that maps the PEFT path of each adapted stack to its path in the model."""
     modules: dict[str, list[str]] = {}
     for path in (path for path in _stacks(table) if path in set(adapted)):
         modules.setdefault(_parameter(table, path).rpartition(".")[0], []).append(path)
+    # PEFT wraps a module once per adapted parameter; each wrapper adds `.base_layer` to the wrapped module's path
     return {
         module + ".base_layer" * (len(paths) - 1 - number): path
         for module, paths in modules.items()
@@ -262,5 +259,5 @@ def _parameter(table: Table, stack: str) -> str:
 
 
 def _module(table: Table, part: Part) -> str:
-    """Return the path of the layer in `transformers` that contains a part's tensor."""
+    """Return the path of the `transformers` module that contains the tensor of `part`."""
     return table.module(part.name.rpartition(".")[0])

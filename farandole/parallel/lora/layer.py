@@ -1,4 +1,4 @@
-"""Linear layers with an adapter."""
+"""Linear layers with a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from farandole.plan import LoRA
 
 
 class AdaptedLayer(nn.Module):
-    """A linear layer with a LoRA adapter; base class of the variants for `nn.Linear` and for stacked expert layers.
+    """Base class of linear layers with a LoRA adapter.
 
     Its parameters are the frozen `weight` (..., out, in), the trained `lora_A` (..., rank, in), and the trained
     `lora_B` (..., out, rank).  `adapt` and `restore` change the class of a layer in place, so references to the layer,
-    its hooks, and the names and objects of its parameters remain valid.
+    its hooks and its parameters remain valid.
     """
 
     weight: Any
@@ -34,13 +34,13 @@ class AdaptedLayer(nn.Module):
     """Whether the update s B A has been added to `weight`."""
 
     def update(self) -> Tensor:
-        """Return s B A (..., out, in), in fp32 or in the weight's dtype if it is wider."""
+        """Return s B A (..., out, in) in fp32 or higher precision, where s is `lora.scaling`."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             return (self.lora_B.to(dtype) @ self.lora_A.to(dtype)).mul_(self.lora.scaling)
 
     def add_to_weight(self, sign: int) -> None:
-        """Add `sign` times the update to the weight in place; a quantized weight becomes a dense tensor."""
+        """Add `sign * update()` to the weight in place; a quantized weight becomes a dense tensor."""
         update = self.update()
         with torch.no_grad():
             if is_wrapper(self.weight.data):
@@ -54,7 +54,7 @@ class AdaptedLayer(nn.Module):
         return f"{super().extra_repr()}, rank={self.lora.rank}, alpha={self.lora.alpha:g}{state}"
 
     def _adapts(self) -> bool:
-        """Return whether a call adds the adapter's output; raise RuntimeError if merged adapters would be trained."""
+        """Return whether a forward pass adds the adapter's output."""
         if self.merged and self.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "merged LoRA adapters cannot be trained: call unmerge(model) to train, or model.eval() for inference"
@@ -62,10 +62,7 @@ class AdaptedLayer(nn.Module):
         return not self.merged
 
     def _updated(self, result: Tensor, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return `result` plus the scaled adapter output, `scaling * rows @ a.T @ b.T`.
-
-        This method can change `result` in place.
-        """
+        """Return `result + scaling * rows @ a.T @ b.T`; this may change `result` in place."""
         if not torch.is_autocast_enabled(rows.device.type):  # autocast chooses the type of the products
             rows = rows.to(a.dtype)
         low = F.linear(rows, a)
@@ -80,8 +77,7 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     It maps (..., in) to (..., out).
 
     Raises:
-        RuntimeError: in a training step while the update is merged, because `lora_A` and `lora_B` would get no
-            gradient.
+        RuntimeError: in a training step while the update is merged.
     """
 
     sharded_dropout: Callable[[Tensor, float, bool], Tensor] | None = None
@@ -104,15 +100,15 @@ class LoRALinear(AdaptedLayer, nn.Linear):
 
 
 class LoRAStackedLinear(AdaptedLayer, StackedLinear):
-    """A stack of experts' linear layers, each with its own adapter.
+    """Stacked linear layers of experts, each with its own adapter.
 
-    A and B are stacked in the same way as the weights.
+    A and B are stacked like the weights.
     """
 
     grouped = False
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output (rows, out) of each local expert for its input (rows, in)."""
+        """Return the output (rows, out) of each local expert; `parts` contains their inputs (rows, in)."""
         results = super().forward(parts)
         if not self._adapts():
             return results
@@ -125,10 +121,13 @@ Adaptable = nn.Linear | StackedLinear
 
 
 def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> None:
-    """Turn `layer` into an `AdaptedLayer` in place; `frozen_weight`, if given, replaces its weight.
+    """Turn `layer` into an `AdaptedLayer` in place.
 
     A is initialized like the weight of a new Linear: uniform in +-1/sqrt(in), drawn from torch's global generator.  B
     is initialized to zeros.  Both are fp32 if the weight is bf16 or fp16, because these dtypes lose small updates.
+
+    Args:
+        frozen_weight: the new weight of the layer, by default its current weight.
     """
     weight = layer.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -148,6 +147,6 @@ def adapt(layer: Adaptable, lora: LoRA, frozen_weight: Tensor | None = None) -> 
 
 
 def restore(layer: AdaptedLayer) -> None:
-    """Turn `layer` back into a plain layer in place, and keep the current weight."""
+    """Turn `layer` back into a plain layer in place, without changing its weight."""
     del layer.lora, layer.merged, layer.lora_A, layer.lora_B
     layer.__class__ = nn.Linear if isinstance(layer, LoRALinear) else StackedLinear  # type: ignore[assignment]

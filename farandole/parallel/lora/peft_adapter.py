@@ -58,10 +58,11 @@ PREFIX = "base_model.model."
 
 
 def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = None) -> None:
-    """Write the adapters of `model` and other trained tensors to `folder`, which is created if it is missing.
+    """Write the adapters and other trained tensors of `model` to `folder`.
 
-    Call this on one rank only.  For a sharded model, call `Engine.save_adapter` on all ranks.  Adapters may be merged
-    or not.  PEFT compares the paths in `modules_to_save` with the ends of module paths, so "2" also matches "12".
+    The folder is created if it is missing.  Call this on one rank only.  For a sharded model, call
+    `Engine.save_adapter` on all ranks.  Adapters may be merged or not.  PEFT compares the paths in `modules_to_save`
+    with the ends of module paths, so "2" also matches "12".
 
     Args:
         base_model: the name of the base model to write into the configuration.
@@ -114,8 +115,8 @@ def write_adapter(
 def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
     """Load the adapter in `folder` into `model`.
 
-    If the model has no adapters, they are added.  The values of existing adapters are replaced.  For a quantized base,
-    call `add_lora` first.
+    If the model has no adapters, they are added; otherwise, their values are replaced.  For a quantized base, call
+    `add_lora` first.
 
     Raises:
         AdapterError: if files are missing or damaged, require an unsupported feature, or do not match the model's
@@ -133,7 +134,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Summary:
 
 
 def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
-    """Read the adapter in `folder`, and rename and reshape its tensors as in `model`.
+    """Return the adapter in `folder`, with tensor names and shapes as in `model`.
 
     Raises:
         AdapterError: if files are missing or damaged, or require an unsupported feature.
@@ -157,7 +158,7 @@ def read_adapter(model: nn.Module, folder: str | Path) -> Saved:
 
 
 def _stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reshape the matrices of stacked layers to three dimensions, as in the model; return all tensors."""
+    """Return `tensors`, with the matrices of stacked layers reshaped to three dimensions as in the model."""
     counts = {path: each.count for path, each in model.named_modules() if isinstance(each, StackedLinear)}
     found = {}
     for name, tensor in tensors.items():
@@ -168,22 +169,19 @@ def _stacked(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside `torch.compile` and DDP wrappers, which change names."""
+    """Return the model inside `torch.compile` and DDP wrappers, which change parameter names."""
     compiled = getattr(model, "_orig_mod", None)  # its class takes seconds to import
     inner = model.module if isinstance(model, DistributedDataParallel) else compiled
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU that shares no memory with other tensors.
-
-    A parameter may be a view of a tensor that also contains other parameters.
-    """
+    # a parameter may be a view of a tensor that also contains other parameters
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _config(adapter: Adapter, stacks: Sequence[str], base_model: str | None) -> dict[str, Any]:
-    """Return the configuration of an adapter; `stacks` are the paths of its stacked layers."""
+    """Return the PEFT configuration of an adapter; `stacks` are the paths of its stacked layers."""
     lora = adapter.lora
     linears = [path for path in adapter.layers if path not in stacks]
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -213,11 +211,8 @@ def _config(adapter: Adapter, stacks: Sequence[str], base_model: str | None) -> 
 
 
 def _exactly(paths: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    """Return `paths` as a list or, if necessary, as a regular expression.
-
-    PEFT compares the paths in a list with the ends of module paths.  The expression is necessary if a path is also the
-    end of another module's path.
-    """
+    """Return PEFT's `target_modules`: a list or regular expression that matches only `paths` among `modules`."""
+    # PEFT compares the paths in a list with the ends of module paths, and a regular expression with whole paths
     wanted = set(paths)
     endings = tuple(f".{path}" for path in paths)
     if any(module.endswith(endings) for module in modules if module not in wanted):
@@ -255,7 +250,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the configuration of the adapter in `folder`, and its tensors by name without the prefix."""
+    """Return the adapter's configuration, and its tensors by name without the prefix `base_model.model.`."""
     if not folder.is_dir():
         raise AdapterError(
             f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: expected a folder with "
@@ -332,23 +327,19 @@ _SHOWN = 6
 
 
 class AdapterError(RuntimeError):
-    """Raised if an adapter cannot be written or read, or does not match the model.
-
-    The message names the adapter and the reason.
-    """
+    """Raised if an adapter cannot be written or read, or does not match the model."""
 
 
 @dataclass
 class Saved:
     """A saved adapter.
 
-    The `tensors` are also available in three groups: `a` and `b` contain the matrices A and B by layer path, and
-    `others` contains the other trained tensors by their names in the model.
+    `a` and `b` map layer paths to the matrices A and B.  `others` maps names in the model to the other trained tensors.
 
     Args:
         folder: the folder of the adapter.
         config: the PEFT configuration.
-        tensors: all tensors, by their names without the prefix.
+        tensors: all tensors, by their names without the prefix `base_model.model.`.
     """
 
     folder: Path
@@ -404,10 +395,12 @@ class Saved:
 
 
 def lora_of(saved: Saved) -> LoRA:
-    """Return the LoRA options of a saved adapter; the targets are the layers for which the adapter has tensors.
+    """Return the LoRA options of a saved adapter.
+
+    The targets are the layers for which the adapter has tensors.
 
     Raises:
-        AdapterError: if the configuration is incomplete, or a tensor does not belong to a submodule.
+        AdapterError: if the configuration is incomplete or invalid, or a tensor does not belong to a submodule.
     """
     config = saved.config
     bias = config.get("bias", "none")
@@ -534,7 +527,7 @@ def _others_that_differ(model: nn.Module, lora: LoRA, saved: Saved) -> list[str]
 
 
 def _shape(name: str, found: Tensor, wanted: tuple[int, ...]) -> str:
-    """Describe the difference between the found and the wanted shape, or return "" if they are equal."""
+    """Return a description of a shape mismatch, or "" if the shapes are equal."""
     if tuple(found.shape) == wanted:
         return ""
     return f"{name} is {_times(found.shape)} in the adapter, but {_times(wanted)} in the model"

@@ -61,17 +61,14 @@ def _quantized(path: str, weight: Tensor, base: str, torchao: Any) -> Tensor:
 
 
 def _int4(path: str, weight: Tensor, torchao: Any) -> Tensor:
-    """Return `weight` in torchao's int4 format for its device.
-
-    In versions up to 0.18, torchao has no such format for CPUs.
-    """
+    """Quantize `weight` to torchao's int4 format for the device of `weight`."""
     group = next((size for size in (128, 64, 32) if weight.shape[1] % size == 0), None)
     if group is None:
         raise ValueError(
             f"LoRA base='int4': {path} has {weight.shape[1]} inputs, not a multiple of 32: use base='int8' or 'nf4'"
         )
     config = torchao.Int4WeightOnlyConfig(group_size=group, set_inductor_config=False)
-    try:
+    try:  # fails on CPUs with torchao up to 0.18, which has no int4 format for them
         made = _through_config(weight, config, torchao)
         restored = dense(made)
     except (
@@ -122,7 +119,7 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the linear layer's output (..., out) for `x` (..., in) and a quantized weight.
+    """Return `x @ weight.T + bias` (..., out) for `x` (..., in) and a frozen quantized weight.
 
     The output has the dtype of `x` or, under autocast, the autocast dtype.
     """

@@ -1,7 +1,7 @@
 """Convert the adapters of stacked layers to and from the shapes of PEFT's `target_parameters`.
 
-A stack of E layers has the adapters A (E, rank, in) and B (E, out, rank).  PEFT stores A as (E rank, in), in which the
-rows of an expert are adjacent, and B as (out, rank E), in which the columns of the experts are interleaved.
+A stack of E layers has the adapters A (E, rank, in) and B (E, out, rank).  PEFT stores A as (E * rank, in) and B as
+(out, rank * E).  In A, the rows of each expert are adjacent; in B, the columns of the experts are interleaved.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
-    """Return `matrix` in the shape that PEFT stores.
-
-    The A or B of a stack is flattened to two dimensions.  Other tensors are returned unchanged.
-    """
+    """Flatten the A or B of stacked layers to PEFT's two dimensions; return other tensors unchanged."""
     if name.endswith(_A) and matrix.dim() == 3:
         return matrix.flatten(0, 1)
     if name.endswith(_B) and matrix.dim() == 3:
@@ -24,10 +21,10 @@ def matrix_for_peft(name: str, matrix: Tensor) -> Tensor:
 
 
 def matrix_from_peft(name: str, matrix: Tensor, experts: int) -> Tensor:
-    """Reshape the LoRA matrix A or B of `experts` stacked layers from PEFT's two dimensions to three dimensions.
+    """Reshape the A or B of `experts` stacked layers from PEFT's two dimensions to three dimensions.
 
     Raises:
-        ValueError: if the matrix does not consist of `experts` equal parts.
+        ValueError: if the matrix cannot be divided into `experts` equal parts.
     """
     dim = 0 if name.endswith(_A) else 1
     if matrix.dim() != 2 or matrix.shape[dim] % experts:

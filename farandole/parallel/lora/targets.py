@@ -20,7 +20,7 @@ def find_targets(model: nn.Module, lora: LoRA) -> dict[str, Adaptable]:
     """Return the layers that `lora` adapts, by path, in model order.
 
     Raises:
-        ValueError: if a pattern matches no module, or a module that cannot be adapted.
+        ValueError: if a pattern matches no module, or matches a module that cannot be adapted.
     """
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -88,10 +88,7 @@ def held_elsewhere(model: nn.Module, tensor: Tensor, owners: Iterable[nn.Module]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether the address ranges of two tensors overlap.
-
-    Comparing storages would not suffice: an engine stores parameters as views of a shared flat tensor.
-    """
+    # not the storages, because an engine stores parameters as views of a shared flat tensor
     if a.device != b.device:
         return False
     first, second = _extent(a), _extent(b)
@@ -99,7 +96,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the address range of a tensor; it is empty for meta and quantized tensors."""
+    """Return the address range of a tensor, which is empty for meta and quantized tensors."""
     if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_meta or is_wrapper(tensor):
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -107,7 +104,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all submodules of `model` by path.  A shared module has several paths."""
+    """Return all submodules of `model` by path; a shared module has several paths."""
     return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
@@ -124,7 +121,7 @@ def _matches(pattern: Pattern, path: str) -> bool:
 
 
 def _why_not(module: nn.Module, lora: LoRA) -> str | None:
-    """Return a description of the module if it cannot be adapted, and None if it can."""
+    """Return a description of `module` if it cannot be adapted, otherwise None."""
     if type(module) is StackedLinear:
         return _why_not_stacked(lora)
     if type(module) is not nn.Linear:
@@ -154,10 +151,7 @@ def _why_not_stacked(lora: LoRA) -> str | None:
 
 
 def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Raise ValueError if `found` contains layers that torch's encoder does not call during inference.
-
-    Adapters of these layers would have no effect.
-    """
+    """Raise ValueError if `found` contains layers that torch's encoder does not call during inference."""
     targets = set(found.values())
     for path, module in model.named_modules():
         if (
@@ -174,16 +168,13 @@ def _check_fast_path(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _inside(found: Iterable[str], adaptable: Sequence[str]) -> str:
-    """Return a suggestion for an error message: the adaptable layers inside the modules that a pattern matches.
-
-    If there are none, suggest all adaptable layers.
-    """
+    """Suggest the adaptable layers inside the modules `found`; if there are none, suggest all adaptable layers."""
     within = [path for path in adaptable if any(path.startswith(f"{outer}.") for outer in found)]
     return f"; layers inside: {_listed(within)}" if within else f"; layers: {_listed(adaptable)}"
 
 
 def _near(pattern: Pattern, paths: Iterable[str]) -> str:
-    """Return a suggestion for an error message, `; nearest: ...`, or an empty string if no path is similar."""
+    """Suggest paths similar to `pattern` for an error message; return "" if there are none."""
     text = (pattern.pattern if isinstance(pattern, re.Pattern) else pattern).lower()
     names = {path: path.lower() for path in paths}
     names |= {ending: ending.lower() for ending in (path.rpartition(".")[2] for path in names)}

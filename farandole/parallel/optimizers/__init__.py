@@ -1,1 +1,1 @@
-"""The engine's optimizers: the tensors that they update on each rank, and their steps."""
+"""The engine's optimizers, and the tensors that they update on each rank."""

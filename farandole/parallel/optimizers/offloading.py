@@ -1,7 +1,8 @@
 """Offload optimizer states, gradients and weights as a plan specifies, and update offloaded shards.
 
-Every bucket is a unit of the update: its records are read, updated with this rank's shard of the averaged gradients,
-and written, while the records of the next bucket are read.  The model's weights get the new values at the same time.
+Every bucket is one unit of the update.  Its records are read, updated with this rank's shard of the averaged gradients,
+and written.  Meanwhile, the records of the next unit are read.  The updated values are also copied to the model's
+weights.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _AHEAD = 2
 def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
     """Return a function that creates records of given sizes in the storage that `Plan.offload` names.
 
-    Calls to the returned function are collective, and raise `OffloadError` on all ranks if any rank has too little
-    space.
+    Calling the returned function is a collective call.  It raises `OffloadError` on all ranks if any rank has too
+    little space.
     """
     if place.kind != "disk":
         return partial(host_records, pinned=pinned)
@@ -55,9 +56,11 @@ def records_at(place: Place, comm: Communicator, *, pinned: bool) -> Records:
 def stores_at(
     place: Place, offloaded: Offloaded, plan: ShardingPlan, comm: Communicator, *, accelerator: bool
 ) -> Stores:
-    """Return the stores for gradients and weights according to `Plan.offload` and `Plan.offloaded`.
+    """Return the stores for offloaded gradients and weights.  This is a collective call.
 
-    This is a collective call.
+    Args:
+        place: where to store the tensors, from `Plan.offload`.
+        offloaded: which tensors to offload, from `Plan.offloaded`.
 
     Raises:
         OffloadError: on all ranks, if any rank has too little space.
@@ -89,22 +92,14 @@ def stores_at(
 
 
 def _require_space(folder: str, needed: int, comm: Communicator) -> None:
-    """Check the free disk space of all hosts before any rank creates files.
-
-    Raises:
-        OffloadError: on all ranks, if the records of all ranks on a host do not fit on its disk.
-    """
+    """Raise OffloadError on all ranks if any host's disk is too small for the records of its ranks."""
     here = host_identity()
     wanted = comm.all_gather_object((here, needed))
     _together(comm, lambda: require_space(folder, sum(size for host, size in wanted if host == here)))
 
 
 def _together(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return the result of `make()`.  This is a collective call.
-
-    Raises:
-        OffloadError: on all ranks, if `make` raises this error on any rank.
-    """
+    """Return `make()`; if it raises OffloadError on any rank, raise OffloadError on all ranks."""
     made: list[T] = []
     refusal = None
     try:
@@ -121,7 +116,7 @@ def _together(comm: Communicator, make: Callable[[], T]) -> T:
 
 
 class OffloadedUpdate:
-    """Updates this rank's shards with `optimizer`, whose master weights and states are stored in offloaded records.
+    """Updates this rank's shards with `optimizer`; master weights and states are stored in offloaded records.
 
     The optimizer's step hooks finish averaging the gradients before an update, and distribute the updated weights
     after it.
@@ -168,11 +163,14 @@ class OffloadedUpdate:
         self.state.check(unit, states)
 
     def invalidate(self) -> None:
-        """Refuse further steps until every unit is loaded, because a failed load has changed only some of the units."""
+        """Refuse further steps until every unit has been loaded.
+
+        Call this after a failed load, which may have changed only some of the units.
+        """
         self.state.invalidate()
 
     def load(self, unit: int, states: Sequence[ShardState]) -> None:
-        """Set the weights and states of the shards in a unit to `states`, in the form that `saved` yields.
+        """Set the shards of `unit` to `states`, as yielded by `saved`.
 
         Raises:
             ValueError: if the states do not match the shards.
@@ -188,7 +186,7 @@ class OffloadedUpdate:
                     yield shard, kept if self.state.weights else ShardState(shard.data, kept.state)
 
     def close(self) -> None:
-        """Free the records that contain the master weights and states."""
+        """Free the offloaded records."""
         self.state.close()
 
     def _begin_unit(self, unit: int) -> None:

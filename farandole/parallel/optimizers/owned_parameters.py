@@ -1,14 +1,14 @@
 """Unsharded parameters for optimizers that compute with matrices, such as Muon, Adafactor and LAMB.
 
-With `zero` >= 1, each rank stores a shard of each bucket, and a shard may end within a matrix.  Each matrix has an
-owner among the ranks that store its parts.  The owner updates the complete matrix and stores its optimizer states:
+With `zero` >= 1, each rank stores a shard of each bucket, and a shard may end within a matrix.  One of the ranks that
+store parts of a matrix is its owner.  The owner updates the complete matrix and stores its optimizer states:
 
     owned.receive()     # owners receive the gradients and master weights of their matrices
     optimizer.step()    # updates complete matrices
     owned.send_back()   # every rank receives its parts of the updated master weights
 
-A parameter within one shard is updated in place, and not sent.  Between steps, an owned parameter reads as NaN and uses
-no memory.  During a step, the owner needs memory for the parameter's gradient and values.
+A parameter that lies within one shard is updated in place and not sent.  Between steps, an owned parameter reads as NaN
+and uses no memory.  During a step, the owner needs memory for the parameter's gradient and values.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a parameter.
-
-    Rank `holder` stores this part in its shard, and rank `owner` updates the complete parameter.
-    """
+    """A range of a parameter: rank `holder` stores the range, and rank `owner` updates the whole parameter."""
 
     holder: int
     owner: int
@@ -69,7 +66,7 @@ class OwnedParameters:
                 self._exchanges.append(_Exchange(each, comm, parts))
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, complete tensor, start index 0) for all parameters that this rank updates."""
+        """Yield (parameter, complete tensor, start index 0) for each parameter that this rank updates."""
         for parameter, tensor in self._within:
             yield parameter, tensor, 0
         for exchange in self._exchanges:
@@ -83,13 +80,13 @@ class OwnedParameters:
 
     @torch.no_grad()
     def send_back(self) -> None:
-        """Send all ranks their parts of the new values, and free the owned parameters.  This is a collective call."""
+        """Send every rank its parts of the new values, and free the owned parameters.  This is a collective call."""
         for exchange in self._exchanges:
             exchange.send_back()
 
 
 class _Exchange:
-    """Exchanges parts between holders and owners, for those parameters of a bucket that span several shards."""
+    """Sends parameters that span several shards of a bucket to their owners and back."""
 
     def __init__(self, shards: OptimizerShards, comm: Communicator, parts: Sequence[_Part]) -> None:
         self._shards, self._comm = shards, comm
@@ -106,12 +103,10 @@ class _Exchange:
         self._received = False
 
     def owned(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, the tensor that the optimizer updates, start index 0)."""
         for index, whole in self._whole.items():
             yield self._shards.parameters[index], whole, 0
 
     def receive(self) -> None:
-        """Receive the gradients and values of the owned parameters."""
         sent = self._empty(_COPIES * sum(self._to_owners))
         at = 0
         for part in self._held:
@@ -146,7 +141,6 @@ class _Exchange:
         self._received = True
 
     def send_back(self) -> None:
-        """Send all ranks their parts of the new values, if `receive` was called in this step."""
         if not self._received:
             return
         self._received = False
@@ -180,11 +174,8 @@ class _Exchange:
 
 
 def _owned_parts(shards: OptimizerShards, members: set[int], load: list[int]) -> list[_Part]:
-    """Return the parts of the parameters that span several shards, and choose an owner for each parameter.
-
-    `load[rank]` is the number of elements that `rank` updates; this function adds the parameters in `members`.  The
-    owner of a parameter is its holder with the lowest load.
-    """
+    """Return the parts of the parameters that span several shards, with an owner for each parameter."""
+    # `load[rank]`, the number of elements that `rank` updates, is increased by the parameters in `members`
     layout = shards.bucket.plan.layout
     holders: dict[int, list[tuple[int, FlatRange]]] = {}
     for rank in range(layout.shards):

@@ -1,8 +1,7 @@
-"""Determine whether an optimizer updates elements independently, parameters independently, or all parameters together.
+"""Test whether an optimizer can update each element or each parameter independently.
 
-The optimizer is tested, because its name is not reliable.  One copy of the optimizer updates two small matrices for a
-few steps, and two further copies each update a part of these matrices.  If the results are equal, the optimizer can
-update the parts on different ranks.
+One copy of the optimizer updates two small matrices for a few steps.  Two other copies each update one part of these
+matrices.  If the results are equal, the optimizer can update the parts on different ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +27,19 @@ _STEPS = 3
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
-    """Return why `optimizer` cannot update shards of parameters, or "" if the results do not depend on sharding."""
+    """Return why `optimizer` cannot update shards of parameters, or "" if it can."""
     return _try_parts(optimizer, _cut, "update each element independently")
 
 
 def why_not_by_parameter(optimizer: Optimizer) -> str:
-    """Return why `optimizer` cannot update each parameter separately, or "" if separate updates give equal results."""
+    """Return why `optimizer` cannot update each parameter separately, or "" if it can."""
     return _try_parts(
         optimizer, lambda tensors, number: [tensors[number].clone()], "update each parameter independently"
     )
 
 
 def _try_parts(optimizer: Optimizer, part: Callable[[list[Tensor], int], list[Tensor]], what: str) -> str:
-    """Return why updates of two matrices differ from updates of their parts, or "" if the results are equal.
-
-    Args:
-        part: the function that returns part 0 or 1 of the two matrices.
-        what: the tested property, such as "update each element independently", for the returned text.
-    """
+    """Return why `optimizer` cannot update parts of two matrices separately, or "" if it can."""
     for group in optimizer.param_groups:
         if group["params"] and (reason := _try_group(optimizer, group, part, what)):
             return reason

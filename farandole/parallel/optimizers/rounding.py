@@ -30,10 +30,10 @@ _CHUNK = 1 << 16
 
 
 def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
-    """Round `source` (fp32, flat, contiguous) into `target` (bf16, same length); overwrite `source`.
+    """Round `source` (fp32, flat, contiguous) stochastically to bf16 in `target` (same length).
 
-    A value between two bf16 numbers is rounded up with a probability proportional to its distance from the lower
-    number.  Infinities, NaNs and numbers that bf16 represents exactly are unchanged.
+    `source` is overwritten.  A value between two bf16 numbers is rounded up with a probability proportional to its
+    distance from the lower number.  Infinities, NaNs and numbers that bf16 represents exactly are unchanged.
     """
     wrong: Tensor | None = None
     if not math.isfinite(torch.linalg.vector_norm(source)):  # otherwise all values are finite
@@ -58,8 +58,8 @@ class StochasticRounding:
 
     The random number for a weight depends only on `seed`, on `steps` (the number of steps so far) and on the weight's
     position: the name of the bucket's first parameter, the index of the shard and the index in the shard.  Therefore
-    rounding is the same on ranks that update the same weights, even if their other buckets differ, and in a run that
-    resumes from a checkpoint that contains the weights, the optimizer's state and `steps`.
+    ranks that update the same weights round them identically, even if their other buckets differ.  A resumed run
+    also rounds identically if the checkpoint contains the weights, the optimizer's state and `steps`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -99,10 +99,7 @@ class StochasticRounding:
 
     @contextmanager
     def _masters(self, bucket: OptimizerShards) -> Iterator[None]:
-        """Return a context manager that temporarily replaces the tensors of `bucket` with fp32 copies of the weights.
-
-        On exit, the copies are rounded to bf16 and stored in the weights.
-        """
+        """Replace the tensors of `bucket` with fp32 copies; on exit, round the copies to bf16 weights."""
         assert bucket.weights is not None  # weights were cast to bf16
         own = bucket.weights.shard
         if own.dtype is not torch.bfloat16:  # the engine keeps the parameters of BatchNorm in fp32

@@ -3,14 +3,15 @@
     shards.set_gradients(used, norms)     # the optimizer and PyTorch's functions see gradients
     shards.clear_gradients()
 
-A bucket's master weights can be sharded among ranks.  The optimizer then updates an `nn.Parameter` for the part of each
-parameter that is in this rank's shard.  If the optimizer updates master weights, the `.grad` of the model's parameter
-is a `ShardedGradient`, a placeholder without memory:
+If a bucket's master weights are sharded, the optimizer updates one `nn.Parameter` for each model parameter: the part of
+the parameter in this rank's shard.  If the optimizer updates master weights, the `.grad` of the model's parameter is a
+`ShardedGradient`, a placeholder without memory:
 
     nn.utils.clip_grad_norm_(model.parameters(), 1)  # the global norm, and the same factor on every rank's shards
     parameter.grad.abs()                             # RuntimeError that names the methods of the engine to use
 
-A `ShardedGradient` supports norms, and in-place elementwise operations with a number.  Other operations raise an error.
+A `ShardedGradient` supports norms and in-place elementwise operations with scalar arguments.  Other operations raise an
+error.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from farandole.parallel.zero.weights import FlatWeights
 
 
 class OptimizerShards:
-    """The tensors in `bucket` that the optimizer updates.
+    """The tensors that the optimizer updates for one bucket.
 
     Args:
-        weights: the bucket's weights; None if the optimizer updates the model's parameters (`zero=0`, same dtype).
+        weights: the bucket's weights; None if the optimizer updates the model's parameters directly (`zero=0`, same
+            dtype).
         number: the index of this rank's shard of the bucket.
         offloaded: whether shards are offloaded between updates; if so, the tensors are flat.
     """
@@ -64,7 +66,7 @@ class OptimizerShards:
             self.tensors = list(self.parameters)
 
     def stored(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) for every tensor that this rank updates."""
+        """Yield (parameter, tensor, start index in the parameter) for every tensor that this rank updates."""
         for parameter, tensor, start in zip(self.parameters, self.tensors, self.starts, strict=True):
             if tensor is not None:
                 yield parameter, tensor, start
@@ -75,12 +77,11 @@ class OptimizerShards:
         """Set the `.grad` of all parameters that any rank has used, and set every other `.grad` to None.
 
         Args:
-            used: for each parameter of the bucket, whether any rank used the parameter.
-            norms: the norms of the averaged gradients, which sharded gradients return to
-                `torch.nn.utils.clip_grad_norm_`.
+            used: for each parameter of the bucket, whether any rank used it in a backward pass.
+            norms: the norms of the averaged gradients, for `torch.nn.utils.clip_grad_norm_`.
 
         Raises:
-            RuntimeError: if the program assigned a `.grad` to a parameter that no backward pass used on any rank.
+            RuntimeError: if the program assigned a `.grad` to a parameter that no rank used in a backward pass.
         """
         with unchecked():
             self._set_gradients(used, norms)
@@ -144,7 +145,7 @@ class OptimizerShards:
                 tensor.grad = None
 
     def clear(self) -> None:
-        """Begin a new step, without gradients."""
+        """Discard the gradients of the previous step."""
         self.bucket.clear()
         with unchecked():
             for parameter, mark in zip(self.parameters, self._marks, strict=True):
@@ -161,7 +162,7 @@ class OptimizerShards:
             return all(self._is_cleared(index) for index in range(len(self.parameters)))
 
     def resume(self, used: Tensor) -> None:
-        """Let another backward pass add to the existing gradients.
+        """Prepare for another backward pass that adds to the existing gradients.
 
         Gradients that the program has cleared become zero, and the corresponding elements of `used` become 0.
         """
@@ -173,9 +174,10 @@ class OptimizerShards:
                 self._change(index, Tensor.zero_)
 
     def mark_unfinished(self, has_gradient: Sequence[bool], norms: GradientNorms) -> None:
-        """After a pass within `no_sync`, assign a mark to the `.grad` of parameters whose gradients are kept elsewhere.
+        """Assign placeholders to `.grad` after a backward pass within `no_sync`.
 
-        The next pass can then detect whether the program has cleared `.grad`.
+        A parameter gets a placeholder if its gradient is stored outside `.grad`.  The next pass can then detect
+        whether the program has cleared `.grad`.
         """
         if self.weights is None:
             return
@@ -186,7 +188,7 @@ class OptimizerShards:
                     self._marks[index] = parameter.grad = UnfinishedGradient(parameter, None, norms, name)
 
     def cleared_marks(self) -> list[nn.Parameter]:
-        """Return the parameters whose marks (see `mark_unfinished`) the program has cleared."""
+        """Return the parameters whose placeholder, set by `mark_unfinished`, was cleared by the program."""
         with unchecked():
             return [
                 parameter
@@ -224,9 +226,9 @@ class OptimizerShards:
 
     @contextmanager
     def gradients_in_place(self) -> Iterator[None]:
-        """Return a context manager that replaces placeholders in the `.grad` of the tensors with the gradients.
+        """Return a context manager in which `.grad` contains gradients instead of placeholders.
 
-        Gradients that are offloaded or on another device are temporarily copied to the tensor's device.
+        Gradients that are offloaded or on another device are temporarily copied to the devices of the tensors.
         """
         marks: list[tuple[nn.Parameter, Tensor]] = []
         try:
@@ -243,10 +245,7 @@ class OptimizerShards:
                 tensor.grad = mark
 
     def _gradient(self, index: int) -> Tensor:
-        """Return the gradient of tensor `index` as a view of the bucket's memory, even if `.grad` is not set.
-
-        The bucket must not be offloaded.
-        """
+        """Return the gradient of tensor `index` as a view of the bucket, which must be in memory."""
         if self.weights is None:
             return self.bucket.gradient_view(index)
         found = self._gradients[index]
@@ -265,7 +264,7 @@ class OptimizerShards:
             self.bucket.change(lambda reduced: change(reduced[part]))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether the `.grad` of `tensor` is a placeholder except during an update."""
+        """Return whether the gradient of `tensor` is offloaded or on another device."""
         return self.bucket.is_offloaded or tensor.device != self.bucket.plan.device
 
     def _is_assigned(self, index: int) -> bool:
@@ -296,7 +295,7 @@ class OptimizerShards:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the tensors are master weights in memory, and the model computes with copies."""
+        """Return whether the tensors are master weights in memory, separate from the model's weights."""
         return self.weights is not None and self.weights.has_master_copy and self.weights.master is not None
 
     def values(self, index: int) -> Tensor:
@@ -346,7 +345,7 @@ class OptimizerShards:
                 tensor.data = data
 
     def prefetch(self) -> None:
-        """Start reading the data for an update of offloaded tensors."""
+        """Start reading the offloaded gradients and weights that the next update needs."""
         self.bucket.prefetch()
         if self.weights is not None and not self.weights.has_master_copy:
             self.weights.prefetch()
@@ -370,12 +369,12 @@ _ELEMENTWISE = {
 
 
 class GradientNorms:
-    """The norms of all averaged gradients; one collective call computes all of them.
+    """The norms of all averaged gradients, computed with one collective call.
 
     Args:
         names: the names of all parameters of the model, in the same order on all ranks.
         shards: this rank's shards of all buckets.
-        comm: the communicator of the ranks whose parts are added; None if this rank has unsharded gradients.
+        comm: the communicator of the ranks that have different parts of the gradients; None if this rank has all parts.
     """
 
     def __init__(
@@ -393,27 +392,27 @@ class GradientNorms:
         self._versions: list[tuple[tuple[int, int], ...] | None] = []  # of the gradients in `_square`
 
     def number(self, name: str) -> int:
-        """Return the index of a parameter among `names`."""
+        """Return the index of a parameter in `names`."""
         return self._numbers[name]
 
     def clear(self) -> None:
-        """Discard the stored norms; call this after a change of gradients."""
+        """Discard the stored norms; call this after gradients have changed."""
         self._norms.clear()
         self._square = None
 
     def of(self, name: str, order: float) -> Tensor:
         """Return the norm of a parameter's gradient.
 
-        The first call with a given `order` after a change of gradients is collective.
+        The first call with a given `order` after gradients have changed is collective.
         """
         if order not in self._norms:
             self._norms[order] = self._compute(order)
         return self._norms[order][self._numbers[name]]
 
     def total(self) -> float:
-        """Return the Euclidean norm of all gradients, which is infinite or NaN if any element is infinite or NaN.
+        """Return the Euclidean norm of all gradients.  This is a collective call.
 
-        This is a collective call.  This rank's parts are read again only if they have changed since the last call.
+        The norm is infinite or NaN if any element is infinite or NaN.
         """
         versions = [shards.versions() for shards in self._shards]
         if self._square is None or versions != self._versions or None in versions:
@@ -424,7 +423,7 @@ class GradientNorms:
         return float(square.sqrt())
 
     def _own_square(self) -> Tensor:
-        """Return the sum of squares of this rank's parts, each divided by the number of ranks with the same part."""
+        """Return this rank's contribution to the sum of the squares of all gradients."""
         squares: dict[int, list[Tensor]] = {}
         for _, norm, holders in self._parts(2):
             squares.setdefault(holders, []).append(norm.to(self._device, torch.float64))
@@ -435,7 +434,7 @@ class GradientNorms:
         return square
 
     def _parts(self, order: float) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield (parameter name, norm of this rank's part of the gradient, number of ranks with the same part)."""
+        """Yield (parameter name, norm of this rank's part, number of ranks with the same part)."""
         for shards in self._shards:
             plan = shards.bucket.plan
             for index, norm in shards.norms(order):
@@ -482,7 +481,6 @@ class ShardedGradient(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a description of the placeholder."""
         return f"ShardedGradient({self._name}, {tuple(self.shape)})"
 
     @classmethod

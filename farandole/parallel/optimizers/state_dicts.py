@@ -3,7 +3,7 @@
 A rank's state contains the states of its shards, and a description of the shards.  A rank can load
 
 - a state that the same rank saved with the same shards,
-- a state that a single process saved, whose elementwise states are cut to the rank's shards.
+- a state that a single process saved; its elementwise states are cut to the rank's shards.
 
 Other states raise an error on all ranks.  `engine.save` and `engine.load` support every change of plan.
 """
@@ -36,9 +36,10 @@ class StateDicts:
 
     Args:
         given: the parameters of each group before they were replaced by shards.
-        tensors: the function that returns the tensors with which this rank replaces these parameters.
-        names: the names of parameters by `id(parameter)`.
-        comm: the communicator of all ranks, if they have different shards; `load_state_dict` is then a collective call.
+        tensors: a function that yields the replacements for these parameters on this rank.
+        names: the parameter names, by `id(parameter)`.
+        comm: the communicator of all ranks if they have different shards, otherwise None.  With a communicator,
+            `load_state_dict` is a collective call.
         elementwise: whether the optimizer updates each element independently.
     """
 
@@ -82,11 +83,7 @@ class StateDicts:
         return {"rank": comm.rank, "ranks": comm.size, "shards": shards}
 
     def _fit(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of `state_dict` for this rank's shards.
-
-        Raises:
-            RuntimeError: on all ranks, if any rank got a state that does not fit its shards.
-        """
+        """Return the state for this rank's shards; raise an error on all ranks if any state does not fit."""
         problem, fitted = "", state_dict
         try:
             fitted = self._fitted(optimizer, state_dict)
@@ -163,17 +160,18 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
 
 
 def is_elementwise(key: str, value: Any, owner: Tensor) -> bool:
-    """Return whether state `key` of `owner` has one number per element.
+    """Return whether the state `value` has one number per element of parameter `owner`.
 
-    For a scalar `owner`, "step" is not elementwise, as in torch.
+    `key` is the name of the state.  As in torch, the state "step" of a scalar parameter is not elementwise.
     """
     return isinstance(value, Tensor) and value.shape == owner.shape and (value.dim() > 0 or key != "step")
 
 
 def state_of_shard(state: Mapping[str, Any], owner: Tensor, part: Tensor, start: int) -> dict[str, Any]:
-    """Return the optimizer state for `part`, given the `state` of `owner`.
+    """Return the optimizer state for `part`, a range of parameter `owner`, given the `state` of `owner`.
 
-    Elementwise states are cut.  Other tensors on the device of `owner` are moved to the device of `part`.
+    Elementwise states are cut to the elements of `part`.  Other tensors on the device of `owner` are moved to the
+    device of `part`.
 
     Args:
         start: the index in the flattened `owner` at which `part` begins.

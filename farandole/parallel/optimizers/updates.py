@@ -48,8 +48,8 @@ class Updates:
         zero: the ZeRO stage.
         place: where master weights and states are stored.
         before, after: functions called at the start and at the end of each step; `before` returns False if
-            the step is skipped.
-        discard: a function that the optimizers' `zero_grad` calls.
+            the step must be skipped.
+        discard: a function that `optimizer.zero_grad` calls with the ids of its parameters.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Updates:
     def add(
         self, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer], model: nn.Module
     ) -> Optimizer:
-        """Make an optimizer of `model` update this rank's shards, and return the optimizer; see `Engine.optimizer`."""
+        """Make an optimizer of `model` update this rank's shards, and return it; see `Engine.optimizer`."""
         optimizer = self._created(optimizer, model)
         owned = None
         if not self._updates_elements(optimizer):
@@ -114,12 +114,7 @@ class Updates:
     def _created(
         self, given: Optimizer | Callable[[list[nn.Parameter]], Optimizer], model: nn.Module
     ) -> Optimizer:
-        """Return `given`, or the optimizer that the function `given` creates.
-
-        Raises:
-            TypeError: if `given` is neither an optimizer nor a function that returns an optimizer.
-            ValueError: if the optimizer was added before, or has parameters that are not in `model`.
-        """
+        """Return `given`, or the optimizer that the function `given` creates."""
         parameters = list(model.parameters())
         if callable(given) and not isinstance(given, type | Optimizer):
             trained = [parameter for parameter in parameters if id(parameter) in self._names]
@@ -143,13 +138,13 @@ class Updates:
         return given
 
     def tensors(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
-        """Yield (parameter, tensor, start) for tensors that can have optimizer states: shards or whole parameters."""
+        """Yield (parameter, tensor, start index) for each shard or whole parameter that can have optimizer states."""
         yield from self._tensors_of_shards()
         for owned in self._owned:
             yield from owned.tensors()
 
     def settings(self) -> list[list[dict[str, Any]]]:
-        """Return the settings of all parameter groups in each optimizer, for a checkpoint."""
+        """Return the settings of each optimizer's parameter groups, for a checkpoint."""
         return [
             [
                 {
@@ -174,12 +169,11 @@ class Updates:
             update.close()
 
     def _replace_add_param_group(self, optimizer: Optimizer, state_dicts: StateDicts | None) -> None:
-        """Make `add_param_group` shard the added parameters; without `state_dicts`, make it raise an error."""
+        """Make `add_param_group` shard the added parameters, or raise an error if `state_dicts` is None."""
         plain = type(optimizer).add_param_group
         trained = {id(parameter) for shards in self._shards for parameter in shards.parameters}
 
         def add_param_group(changed: Optimizer, param_group: dict[str, Any]) -> None:
-            """Add parameters of the model to the optimizer."""
             if state_dicts is None:
                 raise RuntimeError(
                     "add_param_group is not supported for this optimizer, because its states are "
@@ -204,11 +198,7 @@ class Updates:
             yield from shards.stored()
 
     def _updates_elements(self, optimizer: Optimizer) -> bool:
-        """Return whether `optimizer` can update shards; otherwise it must update whole parameters.
-
-        Raises:
-            ValueError: if neither is possible in this engine.
-        """
+        """Return whether `optimizer` can update shards; otherwise it must update whole parameters."""
         name, offload = type(optimizer).__name__, self._place.kind
         members = _members(optimizer)
         plans = [shards.bucket.plan for shards in self._shards]
@@ -256,8 +246,7 @@ class Updates:
             return None
 
         def averaged() -> Any:
-            """Run the closure after all ranks have received the updated weights; average the gradients and the loss."""
-            self._end_step(owned)
+            self._end_step(owned)  # the closure computes with the updated weights
             loss = closure()
             self._begin_step(owned)
             return self._mean(loss)
@@ -265,7 +254,7 @@ class Updates:
         return (optimizer, averaged), {}
 
     def _mean(self, loss: Any) -> Tensor | None:
-        """Return the mean of a closure's loss over all ranks, or None if the closure returned None."""
+        """Return the mean of `loss` over all ranks, or None if `loss` is None."""
         if loss is None:
             return None
         mean = torch.as_tensor(loss).detach().double().clone()
@@ -292,7 +281,7 @@ class Updates:
 
 
 def _saved(value: Any) -> Any:
-    """Return a setting, with one-element tensors replaced by numbers."""
+    """Return a setting for a checkpoint, with one-element tensors converted to numbers."""
     if isinstance(value, tuple):
         return tuple(_saved(each) for each in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -303,18 +292,18 @@ def _is_plain(value: Any) -> bool:
 
 
 def _restored(current: Any, saved: Any) -> Any:
-    """Return a `saved` setting; fill tensors in `current` in place, because CUDA graphs may read them."""
+    """Return `saved`; if `current` is a one-element tensor, copy `saved` into `current` and return `current`."""
     if isinstance(saved, list | tuple):  # JSON has no tuples
         own = current if isinstance(current, tuple) and len(current) == len(saved) else [None] * len(saved)
         return tuple(_restored(*pair) for pair in zip(own, saved, strict=True))
     if isinstance(current, Tensor) and current.numel() == 1 and saved is not None:
         with torch.no_grad():
-            return current.fill_(saved)
+            return current.fill_(saved)  # in place, because CUDA graphs may read the tensor
     return saved
 
 
 def _members(optimizer: Optimizer) -> set[int]:
-    """Return the `id` of each of the optimizer's parameters."""
+    """Return the ids of the optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -324,8 +313,8 @@ def use_shards(
     """Replace the optimizer's parameters with shards, and cut its existing states accordingly.
 
     Args:
-        shards: tuples (parameter, shard, index of its first element in the flattened parameter); a whole parameter
-            also counts as a shard.
+        shards: tuples (parameter, shard, index in the flattened parameter at which the shard begins).  A whole
+            parameter also counts as a shard.
         discard: called by `optimizer.zero_grad` with the ids of the parameters.
     """
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -346,12 +335,11 @@ def use_shards(
 
 
 def _clear_parameters_too(optimizer: Optimizer, parameters: Sequence[Tensor], discard: Discard) -> None:
-    """Make the `zero_grad` of an optimizer that updates shards also clear the gradients of the parameters."""
+    """Make `zero_grad` also clear the gradients of `parameters`, not only of their shards."""
     plain = type(optimizer).zero_grad
     numbers = frozenset(map(id, parameters))
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        """Reset the gradients of the shards and of the model's parameters."""
         plain(self, set_to_none)
         if set_to_none:
             with unchecked():

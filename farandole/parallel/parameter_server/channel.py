@@ -1,7 +1,7 @@
-"""The connection between a worker and a server: small headers, some of which are followed by buffers.
+"""The connection between a worker and a server: small headers, each optionally followed by buffers.
 
-Each worker-server pair has a process group with two ranks, because a process group fails completely when one of its
-ranks dies.  With separate groups, only the dead rank's partners are affected.
+Each worker-server pair has its own process group, because a process group fails completely when one of its ranks dies.
+With separate groups, only the dead rank's partners are affected.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Channel:
     def post(self, header: Header, tensors: Iterable[Tensor] = ()) -> None:
         """Start sending a header and tensors, and return immediately.
 
-        The tensors must not change until the other end has received them, for example until its next request arrives.
+        The tensors must not change until the other end has received them, for example until the next request from the
+        other end arrives.
         """
         self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
         for tensor in (_pack(header), *tensors):
@@ -98,7 +99,7 @@ class Channel:
         return Header(Kind(int(kind)), int(number), int(version), weight)
 
     def receive_into(self, tensors: Iterable[Tensor]) -> None:
-        """Receive into `tensors` the data that follows a header."""
+        """Receive the data that follows a header into `tensors`."""
         for tensor in tensors:
             self._comm.recv(tensor, self._other)
 
@@ -114,7 +115,10 @@ class Channel:
         return bytes(data.tolist()).decode(errors="replace").strip()
 
     def abandon(self, note: str) -> None:
-        """Close the connection after a failure: send `note` to the other end, and interrupt calls in other threads."""
+        """After a failure, send `note` to the other end and close the connection.
+
+        Calls in other threads that use the connection are interrupted.
+        """
         leave = getattr(self._comm.group, "abandon", None)
         if leave is not None:
             leave(note, PATIENCE_S)

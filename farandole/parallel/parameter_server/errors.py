@@ -6,7 +6,10 @@ from farandole.comm.errors import CommunicationError
 
 
 class ServerLost(CommunicationError):
-    """Raised if a server has died, left or stopped responding; the parameters on this server are then lost."""
+    """Raised if a server has died, left or stopped responding.
+
+    The parameters on this server are lost.
+    """
 
 
 class AllWorkersLost(CommunicationError):

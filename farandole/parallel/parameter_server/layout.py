@@ -1,4 +1,4 @@
-"""Distribute parameters over servers, and pack each server's parts into flat buffers."""
+"""Distribute parameters over servers, and pack each server's pieces into flat buffers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Piece:
 
 
 def divide(parameters: Sequence[Tensor], servers: int, *, split: bool = True) -> list[list[Piece]]:
-    """Return each server's pieces, with about the same number of bytes per server.
+    """Return each server's pieces; all servers get about the same number of bytes.
 
-    Pieces are assigned in descending order of size, each to the server with the fewest bytes.  Without `split`,
-    tensors are not split; non-contiguous tensors are never split.  Every rank computes the same result from the same
-    parameters.
+    Pieces are assigned in descending order of size, each to the server with the fewest bytes.  If `split` is
+    False, no tensors are split; non-contiguous tensors are never split.  Every rank computes the same result from
+    the same parameters.
     """
     share = sum(parameter.nbytes for parameter in parameters) / servers
     limit = max(SMALLEST_BYTES, share / PARTS_PER_SERVER) if split and servers > 1 else math.inf
@@ -79,12 +79,12 @@ class Packing:
         return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in self._sizes.items()}
 
     def views(self, buffers: Mapping[torch.dtype, Tensor]) -> list[Tensor]:
-        """Return the pieces as views of the buffers: a whole parameter keeps its shape, and a part is flat."""
+        """Return the pieces as views of the buffers; a whole parameter keeps its shape, other pieces are flat."""
         return [buffers[dtype][place].view(shape) for dtype, place, shape in self._places]
 
     def part(self, piece: Piece, tensor: Tensor) -> Tensor:
         """Return the elements of `piece`, given its parameter or a tensor with the same shape.
 
-        The result is `tensor` itself for a whole parameter, and a flat tensor otherwise.
+        The result is `tensor` itself if the piece is a whole parameter, and a flat tensor otherwise.
         """
         return tensor if piece.whole else tensor.reshape(-1)[piece.start : piece.stop]

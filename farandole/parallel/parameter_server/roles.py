@@ -1,4 +1,4 @@
-"""The roles of ranks: servers and workers."""
+"""Divide ranks into parameter servers and workers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Mode = Literal["sync", "async"]
 class ParameterServer:
     """Parameter servers on the first `servers` ranks of `comm`; the other ranks are workers.
 
-    All ranks create this object, and call its methods in the same order.  Only one session is open at a time.
+    All ranks must create this object, and open the same sessions in the same order, one at a time.
 
     Args:
-        timeout_s: the maximum time in seconds between two calls from a worker, and between two messages from a server.
+        timeout_s: the maximum time in seconds between two calls to `pull` or `push` on a worker, and between two
+            messages from a server.
 
     Raises:
         ValueError: if there is no server or no worker, `timeout_s` is not positive, or `comm` has no process group.
@@ -70,11 +71,13 @@ class ParameterServer:
         staleness: int | None = None,
         split: bool = True,
     ) -> Session:
-        """Return a session that trains `model`; all ranks pass the same model.
+        """Return a session that trains `model`.
+
+        All ranks must pass the same model and options.
 
         Args:
-            optimizer: a function that creates a server's optimizer, given the server's parameters.
-            mode: "sync" applies the mean of one gradient from every worker; "async" applies each gradient on arrival.
+            optimizer: a function that returns the optimizer for a list of parameters; each server calls it.
+            mode: "sync" applies the mean gradient of all workers; "async" applies each gradient on arrival.
             staleness: with "async", the maximum number of gradients by which a worker may be ahead of the slowest
                 worker; None for no bound.
             split: whether large tensors may be divided among servers.
@@ -101,7 +104,7 @@ class ParameterServer:
         return Session(self, model, optimizer, mode, staleness, split)
 
     def abandon(self, error: BaseException) -> None:
-        """Notify the connected ranks, which may be waiting, that this rank has failed."""
+        """Notify the connected ranks that this rank has failed with `error`."""
         for channel in self.channels.values():
             channel.abandon(f"it failed with {type(error).__name__}: {error}")
 
@@ -126,9 +129,9 @@ class ParameterServer:
         self.close()
 
     def _connect(self, comm: Communicator) -> None:
-        """Create a group for every pair of a worker and a server, on all ranks in the same order."""
         backend = dist.get_backend(comm.group)
         world = [dist.get_global_rank(comm.group, rank) for rank in range(comm.size)]
+        # all ranks create the groups in the same order, because `new_group` is a collective call
         for server in self.servers:
             for worker in self.workers:
                 group = dist.new_group(

@@ -1,4 +1,4 @@
-"""The rules of each mode: when gradients are applied, and when a worker can continue.
+"""Decide, for each mode, when gradients are applied and when a worker may continue.
 
 A worker's clock is the number of gradients that the worker has pushed.  A worker is active until it finishes or is
 lost.
@@ -18,7 +18,7 @@ class Contribution:
     """The gradients of one worker.
 
     Args:
-        has: for each piece, whether the piece has a gradient.
+        has: for each piece of the parameters, whether the worker has a gradient.
         gradients: the buffers with the gradients of all pieces.
         weight: the weight of this worker in the mean.
     """
@@ -51,28 +51,28 @@ class Schedule(ABC):
 
     @abstractmethod
     def push(self, worker: int, contribution: Contribution) -> None:
-        """Register a worker's gradients, which have arrived completely."""
+        """Register the gradients of a worker after all of them have arrived."""
 
     @abstractmethod
     def may_pull(self, worker: int) -> bool:
-        """Return whether a worker that requests parameters can get them now."""
+        """Return whether a worker may receive parameters now."""
 
 
 class Synchronous(Schedule):
-    """Each round applies the mean of one gradient from every active worker; then all workers can pull parameters."""
+    """Applies the mean gradient after all active workers have pushed; then all workers may pull parameters."""
 
     def __init__(self, workers: Iterable[int], apply: Apply) -> None:
         super().__init__(workers, apply)
         self._round: dict[int, Contribution] = {}
 
     def push(self, worker: int, contribution: Contribution) -> None:
-        """Register a worker's gradient, which is applied when the round is complete."""
+        """Register a worker's gradient, and apply the mean gradient if all active workers have pushed."""
         self._clocks[worker] += 1
         self._round[worker] = contribution
         self._end_round()
 
     def leave(self, worker: int) -> None:
-        """Mark a worker as finished or lost, and end the round if all other active workers have pushed gradients."""
+        """Mark a worker as finished or lost, and apply the mean gradient if all other workers have pushed."""
         super().leave(worker)
         self._end_round()
 
@@ -88,7 +88,10 @@ class Synchronous(Schedule):
 
 
 class Asynchronous(Schedule):
-    """Each gradient is applied on arrival; no worker may be more than `staleness` gradients ahead of the slowest."""
+    """Applies each gradient on arrival.
+
+    A worker may pull only if it is at most `staleness` gradients ahead of the slowest active worker.
+    """
 
     def __init__(self, workers: Iterable[int], apply: Apply, staleness: int | None) -> None:
         super().__init__(workers, apply)

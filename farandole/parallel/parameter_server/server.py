@@ -1,6 +1,6 @@
 """A server with one receiving thread per worker and one main loop.
 
-The threads only receive data.  They pass a gradient to the loop after it has arrived completely, so a dead worker's
+The threads only receive data.  They pass a gradient to the loop only when it is complete, so a dead worker's
 partial gradient is never applied.  Only the loop accesses the parameters, the optimizer and the clocks, so no locks
 are needed.
 """
@@ -46,7 +46,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Event:
-    """An event from a worker's thread: a message, or the end of the connection if `header` is None."""
+    """A message from a worker's thread, or the end of the connection if `header` is None."""
 
     worker: int
     header: Header | None
@@ -55,10 +55,10 @@ class Event:
 
 
 class Server:
-    """A server of one session; it serves the workers connected by `channels` until all of them have left.
+    """Serves the workers of one session until all of them have left.
 
     Args:
-        channels: a dict that maps each worker's rank to its channel.
+        channels: a dict that maps each worker's rank to the channel to that worker.
         timeout_s: the timeout of the channels in seconds.
     """
 
@@ -192,7 +192,7 @@ class Server:
         self._post(worker, Header(Kind.WELCOME))
 
     def _lose(self, worker: int, reason: str) -> None:
-        """Exclude `worker`, which is lost for the given `reason`, and print a warning."""
+        """Exclude a lost worker from the session, and print a warning."""
         self._here.discard(worker)
         self._finished.discard(worker)
         self._asking.pop(worker, None)
@@ -206,7 +206,7 @@ class Server:
         )
 
     def _answer(self) -> None:
-        """Send parameters to each waiting worker that can continue."""
+        """Send parameters to each waiting worker that may continue."""
         if not self._filled:
             self._want_parameters()
             return
@@ -218,7 +218,7 @@ class Server:
                 self._reply(worker)
 
     def _want_parameters(self) -> None:
-        """Request the initial parameters from the first remaining worker, once this worker requests parameters."""
+        """Request the initial parameters from the first worker if that worker is waiting for parameters."""
         if self._here and self._wanted_from is None and (first := min(self._here)) in self._asking:
             self._wanted_from = first
             self._post(first, Header(Kind.WANTED))
@@ -229,7 +229,7 @@ class Server:
         self._post(worker, header, self._shard.snapshot(into))
 
     def _send_wait(self) -> None:
-        """Send WAIT to all waiting workers; their replies prevent the channels from timing out."""
+        """Send WAIT to all waiting workers, so that no channel times out."""
         for worker in list(self._asking):
             self._post(worker, Header(Kind.WAIT))
 

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A context manager that all ranks enter, created by `ParameterServer.session`.
+    """A context manager for one training run, created by `ParameterServer.session`.
 
-    A worker repeatedly calls `pull`, computes gradients with `backward`, and calls `push`.  The initial parameters
-    come from the first worker's model.  After the `with` statement, all workers' models have the same
-    final parameters.  Frozen parameters and buffers (running statistics) remain local to each worker.
+    All ranks must enter the context.  A worker repeatedly calls `pull`, computes gradients with `backward`, and calls
+    `push`.  The initial parameters come from the first worker's model.  After the `with` statement, all workers'
+    models have the same final parameters.  Frozen parameters and buffers (running statistics) remain local to each
+    worker.
 
-    On a server, the body of the `with` statement should be empty, because the server begins to serve when the body
-    ends.  The context manager exits when all workers have left; `report` then contains the statistics.  If workers are
-    lost, the server continues without them.
+    On a server, the body of the `with` statement should be empty, because the server starts serving when the body
+    ends.  The `with` statement ends when all workers have left; `report` then contains the statistics.  If workers
+    are lost, the server continues without them.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The number of updates that this worker's parameters contain; if servers differ, the smallest number."""
+        """The number of optimizer steps applied to the last pulled parameters; if servers differ, the minimum."""
         return min(self._worker().version)
 
     def pull(self) -> None:
-        """Copy the latest parameters to the model as soon as the mode allows it, and clear the model's gradients.
+        """Wait for the latest parameters, copy them to the model, and clear the model's gradients.
 
         Raises:
             ServerLost: if a server died or does not respond.
@@ -87,7 +88,9 @@ class Session:
         self._pulled = True
 
     def push(self, *, weight: float = 1.0) -> None:
-        """Send the model's gradients; call this method once after each `pull`.
+        """Send the model's gradients to the servers.
+
+        Call this method once after each `pull`.
 
         Args:
             weight: with mode="sync", the weight of this gradient in the mean, such as its number of samples.
@@ -167,7 +170,7 @@ class Session:
                 channel.send_text(Kind.REFUSED, reason)
 
     def _guarded(self, part: Callable[[], object]) -> None:
-        """Call `part`; if it fails, notify the connected ranks, which may be waiting for this rank."""
+        """Call `part`; if it fails, notify the connected ranks and raise the exception again."""
         try:
             part()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""A server's state: its part of the parameters, and the optimizer that updates them."""
+"""The state of a server: parameters, and the optimizer that updates them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Shard:
             _check(self._optimizer, packing)
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """Apply one step with the weighted mean gradient sum(w g) / sum(w).
+        """Run one optimizer step with the weighted mean gradient sum(w g) / sum(w).
 
-        Pieces without a gradient are not updated.
+        Pieces for which no worker has a gradient are not updated.
         """
         total = sum(contribution.weight for contribution in contributions)
         for dtype, gradient in self._gradients.items():

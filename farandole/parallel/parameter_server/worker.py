@@ -35,7 +35,11 @@ class Worker:
         ]
 
     def begin(self, plan: Plan) -> None:
-        """Begin the session; raise ValueError if a server has different session options or cannot start."""
+        """Begin the session.
+
+        Raises:
+            ValueError: if a server has different session options or cannot start.
+        """
         for server in self._each(Header(Kind.HELLO, plan.fingerprint)):
             with self._blaming(server):
                 answer = self._channels[server].receive()
@@ -46,7 +50,7 @@ class Worker:
     def pull(self, kind: Kind = Kind.PULL) -> None:
         """Receive the latest parameters, and copy them to the model.
 
-        This method waits until every server has sent its parameters.  The session's mode determines when servers send.
+        This method waits until every server has sent its parameters.
 
         Args:
             kind: PULL, or FINISH to wait for the final parameters.
@@ -56,7 +60,7 @@ class Worker:
                 self._await_parameters(server)
 
     def push(self, weight: float) -> None:
-        """Send the gradients; return when their memory can be reused."""
+        """Send the model's gradients, and return when they can be overwritten."""
         for server, packing in enumerate(self._packings):
             has = []
             for piece, view in zip(packing.pieces, self._views[server], strict=True):
@@ -121,7 +125,7 @@ class Worker:
 
 
 class _Blame:
-    """A context manager that raises `ServerLost` if the connection to `server` fails, and notifies other servers."""
+    """Raises `ServerLost` on exit if the connection to `server` failed, and notifies the other servers."""
 
     def __init__(self, server: int, channels: Sequence[Channel]) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Divide a model into the stages of a plan, and refuse models and options that stages do not support yet."""
+"""Divide a model into the pipeline stages of a plan, and reject unsupported models and plans."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def measured_division(
     example: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Balance:
-    """Divide the blocks of a model into stages, before the blocks of other stages are removed.
+    """Divide the blocks of a complete model into stages.
 
     This is a collective call.
 
     Args:
         model: a model that `check` accepts.
-        example: the input of one micro-batch, with which the time of each block is measured.  Without `example`, and
-            for a model on the meta device, `balance.parameter_costs` estimates the costs of the blocks.
+        example: the input of one micro-batch, used to measure the time of each block.  Without `example`, or if the
+            model is on the meta device, `balance.parameter_costs` estimates the times.
         dtype: the dtype in which the model computes.
 
     Raises:
@@ -79,10 +79,10 @@ def divided(
     dtype: torch.dtype | None,
     costs: Sequence[float] | None = None,
 ) -> Balance:
-    """Divide the blocks of a model into the stages of a plan, within `Plan.stage_bytes`.
+    """Divide the blocks of a model into the stages of a plan; each stage must fit in `Plan.stage_bytes`.
 
     Args:
-        example: the input of one micro-batch, which `Plan.stage_bytes` requires.
+        example: the input of one micro-batch; required if `Plan.stage_bytes` is set.
         dtype: the dtype in which the model computes.
         costs: the cost of each block; by default, `balance.parameter_costs` estimates the costs.
 
@@ -100,12 +100,16 @@ def divided(
 
 
 def activations_of(model: nn.Module, position: Position, plan: Plan, division: Balance) -> RankActivations:
-    """Return the blocks of this pipeline rank and their stored activations, given the complete `model`."""
+    """Return the blocks and activations of this pipeline rank.
+
+    Args:
+        model: the complete model.
+    """
     return RankActivations(_sequential(model), division, schedule_of(plan), position.coordinate("pipeline"))
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, division: Balance) -> Pipeline:
-    """Remove the blocks that belong to other ranks from `model`, and return the pipeline of this rank's stages.
+    """Remove the blocks of other ranks from `model`, and return the pipeline of this rank's stages.
 
     Args:
         model: a model that `check` accepts.
@@ -149,7 +153,7 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts, di
 
 
 def check(model: nn.Module, plan: Plan) -> None:
-    """Check that the pipeline supports the plan and the model, before the model is changed.
+    """Check that the pipeline supports the plan and the model.
 
     Raises:
         PlanError: if the pipeline does not support the plan or the model; the message contains the nearest valid plan.
@@ -162,7 +166,7 @@ def schedule_of(plan: Plan, micro_batches: int = 1) -> Schedule:
     """Return the schedule of a plan.
 
     Raises:
-        PlanError: if the schedule does not exist for this number of stages or micro-batches.
+        PlanError: if the schedule does not support this number of stages or micro-batches.
     """
     try:
         return build(plan.schedule, plan.pipeline, micro_batches)

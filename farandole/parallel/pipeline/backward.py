@@ -8,11 +8,11 @@
     ...
     split.weight_gradients()                                # accumulates into `.grad`
 
-No layer is rewritten.  The autograd graph is a graph of functions, from the outputs to leaves.  A function is on the
-*path* if an input of the stage is reachable from it.  A function on the path, such as the matrix product of a linear
+The autograd graph is a graph of functions, from the outputs to leaves.  A function is on the *path* if an input of
+the stage is reachable from the function.  A function on the path, such as the matrix product of a linear
 layer, is a *branch* if it also leads to a parameter outside of the path.  The first half of the backward pass computes
 gradients along the path only, and keeps the gradients that arrive at branches.  The second half starts at the branches
-and computes only the gradients of parameters.  Autograd skips gradients that are not needed, so that no product is
+and computes only the gradients of parameters.  Autograd skips gradients that are not needed, so no product is
 computed twice.  Branches with a common parameter, such as the products of several experts whose weights are one
 parameter, start together.
 
@@ -52,7 +52,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 
 class _Saved:
-    """A tensor that autograd has saved for a function; `tensor` is None after its release."""
+    """A tensor that autograd has saved for a function; `tensor` is None once the memory is released."""
 
     __slots__ = ("tensor", "version")
 
@@ -73,7 +73,7 @@ class SavedTensors:
         self._used: dict[int, list[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return the context manager under which to run the forward pass."""
+        """Return the context manager in which the forward pass must run."""
         return saved_tensors_hooks(_Saved, self._unpack)
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -96,7 +96,10 @@ class SavedTensors:
 
     @contextmanager
     def releasing(self) -> Iterator[None]:
-        """Return a context manager for the first half that releases the saved tensors of non-branch functions."""
+        """Return a context manager that releases the saved tensors of functions that are not branches.
+
+        The first half of the backward pass must run in this context.
+        """
         self._is_releasing = True
         try:
             yield
@@ -112,7 +115,7 @@ class SavedTensors:
         self._in_branch.add(thread)
 
     def leave_branch(self, *_: Any) -> None:
-        """Record that the branch has ended."""
+        """Record that the branch in this thread has ended."""
         self._in_branch.discard(threading.get_ident())
 
     def _release(self, thread: int) -> None:
@@ -121,16 +124,14 @@ class SavedTensors:
 
 
 def _is_recomputing(caller: FrameType | None) -> bool:
-    """Return whether `torch.utils.checkpoint` reads the inputs of a function that both halves may have to recompute."""
+    """Return whether the calling function is part of `torch.utils.checkpoint`."""
+    # both halves may recompute a checkpointed function, so its saved inputs must not be released
     return caller is not None and caller.f_globals is vars(torch.utils.checkpoint)
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """A group of branch functions and the parameters to which they lead.
-
-    No other group leads to these parameters.
-    """
+    """A group of branch functions, and the parameters that are reachable only from this group."""
 
     nodes: list[Node]
     parameters: list[nn.Parameter]
@@ -142,8 +143,7 @@ class SplitBackward:
     Args:
         outputs: the outputs that require gradients.
         inputs: the leaves for which `input_gradients` computes gradients.
-        saved: the tensors that the forward pass has saved; by default, no saved tensors are released between the
-            halves.
+        saved: the tensors that the forward pass has saved; by default, the first half releases no saved tensors.
     """
 
     def __init__(
@@ -156,9 +156,13 @@ class SplitBackward:
         self._whole: tuple[list[Tensor], list[Tensor]] | None = None
 
     def input_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run the first half and release the outputs; return the input gradients, given the output gradients.
+        """Run the first half of the backward pass, and return the gradients of the inputs.
 
-        Without inputs, nothing is computed, and `weight_gradients` runs the complete backward pass.
+        The outputs are released.  Without inputs, nothing is computed, and `weight_gradients` runs the complete
+        backward pass.
+
+        Args:
+            gradients: the gradients of the outputs.
         """
         outputs, self._outputs = self._outputs, []
         if not self._inputs:
@@ -217,13 +221,16 @@ class SplitBackward:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return an alias of `tensor` with the same memory and gradient; unlike a leaf, the alias may be modified in place."""
+    """Return an alias of `tensor` that may be modified in place even if `tensor` is a leaf.
+
+    The alias shares memory with `tensor`, and passes its gradient on to `tensor`.
+    """
     aliased: Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor
     return aliased
 
 
 class _Alias(torch.autograd.Function):
-    """The identity.  The output is not a view, because autograd refuses to modify views of leaves in place."""
+    """The identity function.  The output is not a view, because views of leaves cannot be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -235,7 +242,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _node(tensor: Tensor) -> Node:
-    """Return the function that computed a tensor, or that accumulates the gradient of a leaf."""
+    """Return the autograd function that computed `tensor`; for a leaf, its gradient accumulator."""
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node
 
@@ -305,7 +312,7 @@ class _Graph:
 
 
 def _with_common_leaves(found: Mapping[Node, Collection[Node]]) -> list[list[Node]]:
-    """Group the functions so that functions in different groups have no leaf in common."""
+    """Group functions so that functions with a common leaf are in the same group."""
     groups: list[tuple[list[Node], set[Node]]] = []  # functions and their leaves
     group_of: dict[Node, int] = {}
     for node, leaves in found.items():

@@ -1,12 +1,12 @@
-"""Divide the blocks of a model into stages with the smallest maximum cost.
+"""Divide the blocks of a model into stages, and minimize the maximum stage cost.
 
     costs = measure_blocks(model, example)                   # seconds and bytes per block
     found = balance([cost.seconds for cost in costs], 4)
     found.ranges, found.imbalance                            # blocks of each stage; excess of the slowest over the mean
 
-The division is optimal.  Dynamic programming over the number of stages and the end of the last stage finds it in
-O(stages x blocks^2).  Huang et al. (2019, "GPipe") and Narayanan et al. (2019, "PipeDream") divide models in the same
-way.
+The division is optimal.  Dynamic programming over the number of stages and the end of the last stage finds the
+division in O(stages x blocks^2).  Huang et al. (2019, "GPipe") and Narayanan et al. (2019, "PipeDream") divide models
+in the same way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Balance:
 
     @property
     def imbalance(self) -> float:
-        """The relative excess of the highest stage cost over the mean stage cost: 0.1 for 10 %."""
+        """The highest stage cost divided by the mean stage cost, minus 1."""
         mean = sum(self.costs) / len(self.costs)
         return max(self.costs) / mean - 1 if mean else 0.0
 
@@ -76,15 +76,15 @@ def balance(
     sizes: Sequence[Sequence[float]] | None = None,
     memory: float | None = None,
 ) -> Balance:
-    """Divide consecutive blocks into non-empty stages with the smallest maximum cost.
+    """Divide blocks into non-empty stages of consecutive blocks, and minimize the maximum stage cost.
 
     Args:
         costs: the cost of each block.
-        sizes: `sizes[stage][block]` is the size of `block` if it is part of `stage`, in the unit of `memory`.
+        sizes: `sizes[stage][block]` is the size that `block` would have in `stage`, in the unit of `memory`.
         memory: the maximum size of a stage.
 
     Raises:
-        ScheduleError: if there are fewer blocks than stages, or stages do not fit in `memory`.
+        ScheduleError: if there are fewer blocks than stages, or if no division fits in `memory`.
     """
     blocks = len(costs)
     if not 1 <= stages <= blocks:
@@ -129,7 +129,7 @@ def balance(
 
 
 def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
-    """Return the smallest possible maximum size of a stage, given prefix sums of the block sizes in each stage."""
+    """Return the smallest memory limit for which a division exists, given prefix sums of block sizes."""
     infinite = float("inf")
     best = [size[0][end] if end else infinite for end in range(blocks + 1)]
     for row in size[1:]:
@@ -141,13 +141,13 @@ def _least_memory(size: Sequence[Sequence[float]], blocks: int) -> float:
 
 
 def measure_blocks(model: nn.Sequential, example: Any, repeats: int = 3) -> list[BlockCost]:
-    """Measure the forward and the backward pass of each block of `model` on one micro-batch.
+    """Measure the time and the activation memory of each block of `model` on one micro-batch.
 
     The measurement does not change gradients, buffers or the states of random number generators.
 
     Args:
-        example: the input of the model, as for `call_arguments`.
-        repeats: the number of measurements, of which the minimum is used.
+        example: the input of the model; see `call_arguments`.
+        repeats: the number of measurements of each block; the shortest time is used.
     """
     arguments, named = call_arguments(example)
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -203,9 +203,9 @@ def _measure(
 
 
 def parameter_costs(model: nn.Sequential) -> list[float]:
-    """Estimate each block's relative time, without a measurement, as the number of parameters that a token uses.
+    """Estimate the relative time of each block from the number of parameters that a token uses.
 
-    This number includes all parameters except embedding tables and the experts that a token does not use.
+    Embedding tables, and experts that a token does not use, are not counted.
     """
     costs = []
     for block in model:
@@ -220,7 +220,7 @@ def parameter_costs(model: nn.Sequential) -> list[float]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the distinct tensors in `value`, which is a tensor or consists of nested tuples and lists."""
+    """Return the distinct tensors in `value`, including tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
     parts = value if isinstance(value, tuple | list) else ()

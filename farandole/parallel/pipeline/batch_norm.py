@@ -4,8 +4,7 @@ Each micro-batch is normalized with its own statistics.  The running statistics,
 updated at the end of a step, from the statistics of all micro-batches:
 
 - By default, once per micro-batch, in the order of the micro-batches.  The result is the same as in one process that
-  runs the micro-batches one after another.  The result depends neither on the order of the schedule nor on which
-  replica of a mirrored schedule runs a micro-batch.
+  runs the micro-batches one after another.
 - With deferred statistics, once per step, with the mean and the variance over all samples of the step, on all ranks of
   the data axis.  The running statistics then do not depend on the number of micro-batches (Kim et al., 2020,
   "torchgpipe", section 3.3).
@@ -29,7 +28,7 @@ from farandole.memory.recompute import recomputing
 
 @dataclass(frozen=True)
 class _Statistics:
-    """The statistics of one call of a layer: the number of values per channel, and the mean and unbiased variance."""
+    """The statistics of one call to a layer: number of values per channel, mean and unbiased variance."""
 
     count: int
     mean: Tensor
@@ -47,10 +46,10 @@ class BatchNormStatistics:
     """Records the statistics of a step, and updates the running statistics of this rank's stages.
 
     Args:
-        layers: the layers with running statistics in each stage of this rank.
+        layers: a dict that maps each stage of this rank to the stage's layers with running statistics.
         mirror: in a mirrored schedule, the communicator of the ranks that hold the same stages, in either replica.
-        replicas: for deferred statistics, the communicator of all ranks with different samples for the same stages.
-        deferred: whether to update running statistics once per step.
+        replicas: for deferred statistics, the communicator of all ranks that run the same stages on different samples.
+        deferred: whether to update running statistics once per step instead of once per micro-batch.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class BatchNormStatistics:
 
     @contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Return a context manager that records the statistics of training-mode forward passes of `micro_batch`."""
+        """Return a context manager that records the statistics of `micro_batch` in training mode."""
         self._micro_batch = micro_batch
         try:
             yield
@@ -93,7 +92,7 @@ class BatchNormStatistics:
     def update(self) -> list[Tensor]:
         """Update the running statistics at the end of a step.
 
-        This is a collective call of the ranks with the same stages.
+        All ranks with the same stages must call this method.
 
         Returns:
             The buffers with deferred statistics, which are now equal on all ranks with the same stages.
@@ -178,7 +177,7 @@ class BatchNormStatistics:
 
 
 def _move(layer: _NormBase, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics of `layer` towards `mean` and `variance`, as a call in training mode does."""
+    """Update the running statistics of `layer` as a forward pass in training mode does."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None

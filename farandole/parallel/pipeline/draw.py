@@ -1,4 +1,4 @@
-"""Print and draw timelines, as text and as an image (PNG, SVG or PDF).
+"""Draw timelines as text or as an image (PNG, SVG or PDF).
 
 In text, each cell is one unit of time.  F0 is the forward pass of micro-batch 0, and B0 is its backward pass.  Dashes
 continue an action, and dots are idle time.  Actions of a later chunk or of the second replica are in lower case:
@@ -106,7 +106,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path, rank_height: float = 0
 
 
 def draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
-    """Draw one timeline, and write the index of the micro-batch into each action; the time axis ends at `longest`."""
+    """Draw one timeline, with a time axis that ends at `longest`."""
     from matplotlib.patches import Rectangle
 
     schedule = timeline.schedule

@@ -1,4 +1,4 @@
-"""List scheduling: build a schedule by simulating it, with one rule that chooses each rank's next action.
+"""Build a schedule by list scheduling: a simulation in which a priority rule chooses each rank's next action.
 
 Whenever a rank is free, it runs the ready action with the smallest key.  A forward pass is ready if its input has
 arrived and its activations fit in the rank's memory (Graham, 1966, "Bounds for Certain Multiprocessing Anomalies").
@@ -40,7 +40,7 @@ def list_schedule(
 
     Args:
         memory: the limit on the activation memory of a rank, in the unit of `costs.activation`; with two replicas,
-            each gets half.
+            each replica gets half.
         split: whether to compute the gradients of inputs and weights in separate actions.
     """
     ranks, stages = max(placement[0]) + 1, len(placement[0])
@@ -58,7 +58,7 @@ def list_schedule(
 
 
 class _State:
-    """The simulation: what each rank has run, and which actions are ready."""
+    """The state of the simulation: the actions that each rank has run, and the actions that are ready."""
 
     def __init__(self, schedule: Schedule, costs: Costs, memory: float, split: bool) -> None:
         self.schedule, self.costs, self.split = schedule, costs, split
@@ -79,7 +79,7 @@ class _State:
         ]
 
     def offer(self, action: Action, time: float) -> None:
-        """Add an action whose inputs are available from `time`."""
+        """Add an action whose inputs become available at `time`."""
         self._ready[self._rank(action)][action] = time
 
     def next(self, key: Key) -> tuple[int, Action, float] | None:
@@ -97,7 +97,7 @@ class _State:
         return None if best is None else (best[2], best[3], best[0])
 
     def run(self, rank: int, action: Action, start: float) -> None:
-        """Run an action, and offer the actions that need its result."""
+        """Run an action, and add the actions that become ready as a result."""
         schedule, stage, m = self.schedule, action.stage, action.micro_batch
         replica = schedule.replicas[m]
         end = start + self.costs.time(action, schedule)
@@ -138,9 +138,9 @@ class _State:
 def delay_weights(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with weight gradients moved into idle time after each rank's last forward pass.
 
-    Other ranks wait for input gradients.  Therefore, after its last forward pass, a rank computes each input gradient
-    as soon as possible, and computes weight gradients while it would otherwise be idle.  Peak activation memory does
-    not increase, because only forward passes store activations.
+    After its last forward pass, a rank computes input gradients as soon as possible, because other ranks wait for
+    them.  The rank computes weight gradients when it would otherwise be idle.  Peak activation memory does not
+    increase, because only forward passes store activations.
     """
     costs = costs or Costs()
     before: list[list[Action]] = []

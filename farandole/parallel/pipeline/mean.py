@@ -1,4 +1,4 @@
-"""Losses and metrics of a pipeline: the last stage computes them, and all ranks receive the mean."""
+"""Compute losses and metrics on the last stage of a pipeline, and return the mean on all ranks."""
 
 from __future__ import annotations
 
@@ -87,10 +87,7 @@ class PipelineMean(GlobalMean):
             )
 
     def _guess(self, batches: Sequence[Any], inputs: Callable[[Any], Any]) -> float:
-        """Estimate the total count over all ranks: the number of tokens, or of samples if inputs are not integers.
-
-        This is a collective call.
-        """
+        """Estimate the total number of tokens, or of samples for floating-point inputs (collective call)."""
         guess = torch.zeros(1, dtype=torch.float64)
         with agreed_errors(self._comm):
             for batch in batches if self.counts else ():

@@ -4,8 +4,8 @@
     expected = simulate(found.schedule, found.costs)
     found.idle, expected.idle
 
-The costs of the simulation are medians of the measured actions of each stage, so that the two timelines differ only
-because of messages and variations between actions.
+The simulation uses the median measured times of each stage.  Therefore the two timelines differ only because of
+messages and variations between actions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def measured_timeline(pipeline: Pipeline, comm: Communicator, ranks: Sequence[in
 
 
 def step_timeline(pipeline: Pipeline, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Return the timeline of a step, given each pipeline rank's measured actions, timed with the same clock."""
+    """Return the timeline of a step.
+
+    Args:
+        rows: the measured actions of each pipeline rank, all timed with the same clock.
+    """
     micro_batches = 1 + max(span.action.micro_batch for row in rows for span in row)
     return timeline_of(pipeline.schedule(micro_batches), rows)
 
@@ -51,9 +55,9 @@ def shifted(spans: Sequence[Span], seconds: float) -> tuple[Span, ...]:
 
 
 def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Return the timeline of measured actions, with their median costs, shifted to start at 0.
+    """Return the timeline of measured actions, shifted to start at time 0.
 
-    The timeline contains no memory use.
+    The costs of the timeline are median times.  The timeline does not include memory use.
     """
     begun = min(span.start for row in rows for span in row)
     spans = tuple(shifted(row, -begun) for row in rows)
@@ -81,7 +85,9 @@ def median_costs(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Costs:
 
 
 def clock_shift(comm: Communicator) -> float:
-    """Return the seconds to add to this rank's `time.perf_counter` to get rank 0's clock.  This is a collective call.
+    """Return the number of seconds to add to this rank's `time.perf_counter` to get rank 0's.
+
+    This is a collective call.
 
     Ranks on rank 0's host have the same clock.  For other hosts, the shift is measured with messages, and its error is
     at most half of the shortest round trip.

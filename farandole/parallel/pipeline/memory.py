@@ -1,4 +1,4 @@
-"""Compute the activation memory of a rank under a schedule, to divide a model and to choose the layers to recompute.
+"""Compute the activation memory of a rank under a schedule.
 
 A dry run of the complete model gives the bytes that each block saves in one forward pass (`memory.dry_run`).  The
 schedule determines how many micro-batches of each stage are in flight on a rank at the same time.
@@ -28,8 +28,7 @@ class RankActivations:
 
     Args:
         model: the complete model.
-        schedule: the pipeline schedule.  Its number of micro-batches is ignored: the peak is computed for enough
-            micro-batches that additional ones would not increase the peak (`steady`).
+        schedule: the pipeline schedule; its number of micro-batches is ignored (see `steady`).
     """
 
     def __init__(self, model: nn.Sequential, division: Balance, schedule: Schedule, rank: int) -> None:
@@ -40,9 +39,11 @@ class RankActivations:
         self.blocks: Collection[str] = [name for stage in sorted(own) for name in self._stages[stage]]
 
     def bytes(self, saved: SavedBytes) -> int:
-        """Return the peak size of this rank's activations in bytes, given the bytes that each forward pass saves.
+        """Return the peak activation memory of this rank in bytes.
 
-        Bytes that are saved outside of blocks, such as those of the loss, belong to the last stage.
+        Args:
+            saved: the bytes that one forward pass saves.  Bytes that are saved outside of blocks, such as by the
+                loss, belong to the last stage.
         """
         sizes = [float(sum(saved.blocks[name] for name in names)) for names in self._stages]
         sizes[-1] += saved.outside
@@ -58,9 +59,9 @@ def block_sizes(
 ) -> list[list[float]]:
     """Return, for each stage, the bytes that each block would need there for parameters and activations in flight.
 
-    If a rank has several stages, each stage gets a fraction of the rank's memory, in proportion to its micro-batches
-    in flight.  The returned sizes are divided by this fraction, so that a stage fits if its size is at most the rank's
-    memory.
+    If a rank has several stages, each stage gets a fraction of the rank's memory, in proportion to the stage's
+    micro-batches in flight.  The returned sizes are divided by this fraction.  Therefore a stage fits if its size is
+    at most the rank's memory.
 
     Args:
         model: the complete model.
@@ -94,10 +95,10 @@ def in_flight(schedule: Schedule, stage: int) -> int:
 
 
 def steady(schedule: Schedule, asked: str) -> Schedule:
-    """Return `schedule` with enough micro-batches that additional ones would not increase the peak memory of any rank.
+    """Return `schedule` with enough micro-batches that more would not increase the peak memory of any rank.
 
     Args:
-        asked: the option that requires such a schedule, for the error message.
+        asked: the name of the option that requires this schedule, for the error message.
 
     Raises:
         PlanError: if the peak grows with the number of micro-batches.

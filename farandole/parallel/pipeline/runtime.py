@@ -3,8 +3,8 @@
     runtime = Pipeline(model, stages, name, comm, ...)
     runtime.run(micro_batches, present, arguments, loss, train=True)
 
-An action runs when its inputs have arrived.  The runtime follows the schedule's order.  For each stage and micro-batch,
-it keeps only the tensors that the remaining actions need:
+Actions run in the order of the schedule; each action waits until its inputs have arrived.  For each stage and
+micro-batch, the runtime keeps only the tensors that the remaining actions need:
 
 - Forward keeps the received leaf tensors, and the outputs that require gradients.
 - Backward, or BackwardInput, receives the gradients of these outputs, releases the outputs, and sends the gradients of
@@ -72,7 +72,7 @@ class _Pass:
 
 
 class Pipeline:
-    """The stages of this rank and the communicator of the pipeline.
+    """Runs this rank's stages of a pipeline.
 
     Args:
         model: the model that was divided; until `close`, a call to the model runs all stages.
@@ -128,7 +128,7 @@ class Pipeline:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
     def schedule(self, micro_batches: int) -> Schedule:
-        """Return the schedule for a number of micro-batches, after checking that it is complete and deadlock-free."""
+        """Return the schedule for a number of micro-batches, after checking it with `simulate`."""
         return simulate(build(self._name, len(self._places), micro_batches)).schedule
 
     def run(
@@ -142,18 +142,20 @@ class Pipeline:
         completing: Completing = lambda parameters: nullcontext(),
         every_pass: frozenset[int] = frozenset(),
     ) -> StageFailure | None:
-        """Run all micro-batches; return this rank's exception if one of its actions failed.
+        """Run all micro-batches of a step, and return this rank's failure, or None.
 
         Args:
             micro_batches: the number of micro-batches in the schedule, which is the same for all replicas.
             present: the number of micro-batches that this replica has; the actions of missing micro-batches are
                 skipped.
-            arguments: returns the arguments of the model for a micro-batch, given its index.
-            loss: called on the rank with the last stage, with the output of a micro-batch and its index; returns
-                the loss to differentiate.
+            arguments: a function that returns the model's arguments for the micro-batch with a given index.
+            loss: a function that returns the loss, given the output and the index of a micro-batch; called only on
+                the rank with the last stage.
             train: whether to run backward passes.
-            completing: returns the context manager for an action that completes gradients of parameters.  This action
-                is the last one of a stage or, for parameters in `every_pass`, the last one of a micro-batch.
+            completing: a function that returns the context manager in which an action runs, given the `id`s of the
+                parameters whose gradients the action completes.
+            every_pass: the parameters, by `id`, whose gradients are complete after each micro-batch, instead of after
+                the last micro-batch.
         """
         planned, schedule = self.schedule(micro_batches), self._present(micro_batches, present, train)
         transfers = Transfers(self._comm, self._places, schedule, self._rank, self._device)
@@ -184,7 +186,9 @@ class Pipeline:
         return step.failure
 
     def raise_on_all(self, comm: Communicator, failure: StageFailure | None) -> None:
-        """Raise `StageError` on all ranks of `comm` if an action failed on one of them.  This is a collective call.
+        """Raise `StageError` on all ranks of `comm` if an action failed on any of them.
+
+        This is a collective call.
 
         Args:
             comm: a communicator of this pipeline's ranks and their peers, and possibly of other replicas.
@@ -243,7 +247,7 @@ class Pipeline:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - an engine has one pipeline
     def _present(self, micro_batches: int, present: int, train: bool) -> Schedule:
-        """Return the schedule of the first `present` micro-batches, with only forward passes unless `train`."""
+        """Return the schedule of the first `present` micro-batches; if not `train`, only the forward passes."""
         schedule, kind = self.schedule(micro_batches), Action if train else Forward
         actions = (
             tuple(each for each in row if each.micro_batch < present and isinstance(each, kind))
@@ -253,11 +257,7 @@ class Pipeline:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019
     def _completed(self, micro_batches: int, every_pass: frozenset[int]) -> dict[Action, set[int]]:
-        """Return the parameters whose gradients each action completes.
-
-        The gradients of the parameters in `every_pass` are complete after each micro-batch; the gradients of other
-        parameters are complete after the last action that contributes to them.
-        """
+        """Return a dict that maps actions to the `id`s of the parameters whose gradients they complete."""
         stages = {
             number: {id(p) for block in stage.blocks for p in block.parameters()}
             for number, stage in self._stages.items()
@@ -274,22 +274,20 @@ class Pipeline:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019
     def _idle(self, micro_batches: int) -> set[int]:
-        """Return the parameters, by `id`, for which no action of this rank computes gradients.
-
-        In a mirrored schedule, a replica without micro-batches runs no action, but its gradients are reduced with the
-        gradients of the other replica.
-        """
+        """Return the `id`s of the parameters for which no action of this rank computes gradients."""
+        # in a mirrored schedule, a replica without micro-batches runs no action, but its gradients are reduced with
+        # the gradients of the other replica
         parameters = {id(p) for stage in self._stages.values() for b in stage.blocks for p in b.parameters()}
         return parameters.difference(*self._completed(micro_batches, frozenset()).values())
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks from the model, and restore the model's own `forward`."""
         self.statistics.close()
         del self._model.forward
 
 
 class _Step:
-    """One step of one rank.  After a failure, the remaining actions exchange their messages without computing."""
+    """One step of one rank.  After a failure, the remaining actions only exchange their messages."""
 
     def __init__(
         self,
@@ -331,7 +329,7 @@ class _Step:
     # ---- computation ----
 
     def _compute(self, action: Action, compute: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of `compute`; if it fails, record the failure of this rank and return `otherwise`."""
+        """Return the result of `compute`; if it fails, record the failure and return `otherwise`."""
         if self._failed:
             return otherwise
         try:
@@ -356,11 +354,7 @@ class _Step:
             self._send_output(stage, m, output)
 
     def _output(self, found: _Pass, stage: int, m: int, hidden: Any) -> Any:
-        """Run a stage, and keep in `found` the tensors that the backward pass needs.
-
-        Returns:
-            The output of the stage, or the loss if the stage is the last one.
-        """
+        """Run a stage, save the tensors for the backward pass in `found`, and return the output or the loss."""
         split = self._schedule.splits_backward and torch.is_grad_enabled()
         saved = SavedTensors() if split else None
         with nullcontext() if saved is None else saved.hooks():
@@ -397,14 +391,11 @@ class _Step:
     def _output_gradients(
         self, stage: int, m: int, outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs that have gradients, and these gradients.
-
-        If the next stage has not used an output, the parameters that affect only this output have no gradient, as in
-        one process.
-        """
+        """Return the outputs that have gradients, and their gradients."""
         if stage == self._schedule.stages - 1:
             return list(outputs), [torch.ones_like(output) for output in outputs]
         received = self._receive("I", stage, m, stage + 1)
+        # parameters that affect only an output that the next stage has not used get no gradient, as in one process
         pairs = [pair for pair in zip(outputs, received, strict=False) if pair[1] is not None]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 

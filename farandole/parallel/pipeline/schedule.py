@@ -3,11 +3,11 @@
     schedule = build("1f1b", ranks=4, micro_batches=8)
     schedule.actions[0]                # the actions of rank 0: Forward(stage=0, micro_batch=0), ...
 
-A *stage* is a part of the model.  `schedule.placement` assigns the stages to ranks.  Each rank has one stage or several
-stages, which are then called chunks.  A *mirrored* schedule has two replicas of the model, whose stages are assigned to
-ranks in opposite order, and each micro-batch passes through one of the replicas.
+A *stage* is a part of the model.  `schedule.placement` assigns the stages to ranks.  If a rank has several stages,
+these stages are called chunks.  A *mirrored* schedule has two replicas of the model, whose stages are assigned to
+ranks in opposite order.  Each micro-batch passes through one of the replicas.
 
-A schedule is a function of the numbers of ranks and micro-batches.  `register` adds a schedule:
+`register` adds a schedule, given a function that builds it:
 
     @register("mine", "one line for the list")
     def mine(ranks: int, micro_batches: int) -> Schedule: ...
@@ -117,7 +117,7 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """The number of stages of one replica on each rank."""
+        """The number of stages per rank in each replica."""
         return self.stages // self.ranks
 
     @property
@@ -127,7 +127,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule separates the gradients of inputs and weights."""
+        """Whether input gradients and weight gradients are computed by separate actions."""
         return any(isinstance(action, BackwardWeight) for actions in self.actions for action in actions)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
@@ -135,17 +135,17 @@ class Schedule:
         return self.placement[self.replicas[micro_batch]][stage]
 
     def stages_of(self, rank: int, replica: int = 0) -> list[int]:
-        """Return the stages of a replica on a rank."""
+        """Return the stages of a replica that are on a rank."""
         return [stage for stage, holder in enumerate(self.placement[replica]) if holder == rank]
 
     def is_second(self, action: Action) -> bool:
-        """Return whether an action uses a later chunk of its rank, or the second replica."""
+        """Return whether an action runs in the second replica, or in a later chunk than its rank's first."""
         replica = self.replicas[action.micro_batch]
         rank = self.placement[replica][action.stage]
         return bool(replica) or self.stages_of(rank, replica)[0] != action.stage
 
     def label(self, action: Action) -> str:
-        """Return a short name for an action, such as F0, or f0 for a later chunk or the second replica."""
+        """Return a short name for an action, such as F0, or f0 if `is_second` is true for the action."""
         code = action.code.lower() if self.is_second(action) else action.code
         return f"{code}{action.micro_batch}"
 
@@ -161,15 +161,14 @@ def v_shape(ranks: int) -> Placement:
 
 
 def mirror(ranks: int) -> Placement:
-    """Return a placement of two replicas, with the stages of the second on the ranks in the opposite order."""
+    """Return a placement of two replicas whose stages are on the ranks in opposite order."""
     return (tuple(range(ranks)), tuple(reversed(range(ranks))))
 
 
 def of_first(schedule: Schedule, micro_batches: int) -> Schedule:
     """Return `schedule` restricted to its first `micro_batches` micro-batches.
 
-    The actions of a micro-batch depend on no other micro-batch, so omitting some micro-batches causes no deadlock.
-    A schedule that exists only for certain numbers of micro-batches is built for a larger number, and then restricted.
+    The actions of a micro-batch do not depend on other micro-batches, so the result cannot deadlock.
     """
     kept = tuple(
         tuple(action for action in actions if action.micro_batch < micro_batches)
@@ -188,7 +187,7 @@ B = TypeVar("B", bound=Builder)
 
 @dataclass(frozen=True)
 class Named:
-    """A registered schedule: its name, a description in one line, and the function that builds it."""
+    """A registered schedule: its name, a one-line description, and the function that builds the schedule."""
 
     name: str
     summary: str
@@ -210,7 +209,7 @@ def register(name: str, summary: str) -> Callable[[B], B]:
     The decorated function takes `(ranks, micro_batches)` and keyword options.
 
     Args:
-        summary: a description in one line.
+        summary: a one-line description.
     """
 
     def add(builder: B) -> B:
@@ -240,7 +239,7 @@ def named(name: str) -> Named:
 
 
 def build(name: str, ranks: int, micro_batches: int, **options: Any) -> Schedule:
-    """Return a schedule by name.
+    """Build the schedule called `name`.
 
     Args:
         ranks: the number of pipeline ranks, D.
@@ -248,7 +247,7 @@ def build(name: str, ranks: int, micro_batches: int, **options: Any) -> Schedule
         options: the options of the schedule, such as `parts` or `chunks`.
 
     Raises:
-        ScheduleError: for an unknown name or option, or invalid numbers.
+        ScheduleError: for an unknown name or option, or an invalid value.
     """
     found = named(name)
     if ranks < 1 or micro_batches < 1:

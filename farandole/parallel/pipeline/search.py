@@ -40,8 +40,8 @@ class Found:
     Args:
         best: the fastest schedule that fits.
         bound: a lower bound on the makespan of any schedule with the placements that the search tries.
-        named: the timelines of the registered schedules that exist for the given numbers of ranks and micro-batches,
-            by name.
+        named: the timelines, by name, of the registered schedules that support the given numbers of ranks and
+            micro-batches.
     """
 
     best: Timeline
@@ -58,7 +58,7 @@ def search(
     mirrored: bool = True,
     tries: int = 400,
 ) -> Found:
-    """Return the fastest schedule found.
+    """Search for the fastest schedule that fits in `memory`.
 
     Args:
         memory: the limit on the activation memory of each rank, in the unit of `costs.activation`.
@@ -102,7 +102,7 @@ def _named(ranks: int, micro_batches: int, costs: Costs) -> Iterator[tuple[str, 
 
 
 def _placements(ranks: int, costs: Costs, mirrored: bool) -> list[Placement]:
-    """Return the placements that fit `costs`: a cost that is given per stage determines the number of stages."""
+    """Return the placements to try; costs that are given per stage determine the number of stages."""
     found = [linear(ranks), v_shape(ranks), linear(ranks, 2), *([mirror(ranks)] if mirrored else [])]
     given = {
         len(value)
@@ -113,10 +113,6 @@ def _placements(ranks: int, costs: Costs, mirrored: bool) -> list[Placement]:
 
 
 def _rules() -> Iterator[tuple[str, Key]]:
-    """Yield the name and the key of each priority rule.
-
-    The rules differ in the priority of forward passes and weight gradients relative to other actions.
-    """
     for name, forward, weight in (
         ("backward first", 1, 2),
         ("forward first", 0, 2),
@@ -147,11 +143,7 @@ def _candidates(
 
 
 def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """Return a lower bound on the makespan.
-
-    The bound is the maximum of several bounds: the total work divided by the number of ranks and, for each rank, the
-    arrival time of the rank's first input plus the rank's own work.
-    """
+    """Return a lower bound on the makespan."""
     numbers = tuple(m % len(placement) for m in range(micro_batches))
     ranks = max(placement[0]) + 1
     schedule = Schedule("", ((),) * ranks, placement, numbers)
@@ -168,6 +160,7 @@ def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
             heads.append(sum(costs.at("forward", schedule, s) + costs.message(s) for s in range(first)))
         # micro-batches may be divided between the replicas in any way
         works = [sum(total[s] for s, holder in enumerate(row) if holder == rank) for row in placement]
+        # a rank starts its work after its first input has arrived
         bounds.append(min(heads) + micro_batches * min(works))
     return max(bounds)
 
@@ -176,11 +169,7 @@ def _bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
 
 
 def _improve(timeline: Timeline, costs: Costs, memory: float, tries: int) -> Timeline:
-    """Try random moves of actions within ranks, and keep each move after which the schedule fits and is not slower.
-
-    Args:
-        tries: the number of moves to try.
-    """
+    """Try random moves of actions within ranks, and keep a move if the schedule fits and is not slower."""
     generator, best = random.Random(0), timeline
     for _ in range(tries):
         changed = _move(best.schedule, generator)

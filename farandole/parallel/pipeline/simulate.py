@@ -1,4 +1,4 @@
-"""Simulate a schedule: the start and end of each action, the idle time, and the activations in memory.
+"""Simulate a schedule: compute the start and end of each action, the idle time, and the activation memory.
 
     timeline = simulate(build("1f1b", 4, 16))          # F = I = W = 1
     timeline.makespan, timeline.idle, timeline.peak    # 57.0, 0.158, 4.0
@@ -44,7 +44,7 @@ class Costs:
             stages; ranks compute during this time.
         activation: the memory that a forward pass stores for the backward pass.
         waiting: the memory that is stored between the input gradient and the weight gradient; None means `activation`.
-        recompute: whether backward passes repeat the forward pass, so that only the stage's input is stored until then.
+        recompute: whether backward passes repeat the forward pass, so that only the stage's input is stored.
         stage_input: the size of a stage's input, for `recompute`.
     """
 
@@ -58,7 +58,10 @@ class Costs:
     stage_input: float = 0.0
 
     def at(self, name: str, schedule: Schedule, stage: int) -> float:
-        """Return the cost of one stage; `name` is a field of this class.
+        """Return the cost `name` of one stage.
+
+        Args:
+            name: a field of this class, such as "forward".
 
         Raises:
             ScheduleError: if the length of a list of costs is not the number of stages.
@@ -107,7 +110,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule.
+    """A simulated or measured run of a schedule.
 
     Args:
         spans: the actions of each rank.
@@ -243,7 +246,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def record(action: Action, end: float, ends: Ends) -> None:
-    """Record the results of an action that ends at `end`."""
+    """Record in `ends` that the results of an action are available at the time `end`."""
     for code in _results(action):
         ends[code, action.stage, action.micro_batch] = end
 

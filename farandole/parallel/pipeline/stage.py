@@ -12,8 +12,8 @@ returns the model's output.  Parameters keep the names that they have in the com
 tied parameter whose first occurrence is on another rank, such as the token embedding that the output projection uses:
 the parameter keeps the first of its names.
 
-In training, each stage also sends the sum of the router losses of all stages so far, if the model has routers with
-losses.
+If the model has routers with losses, each stage also sends, in training, the sum of the router losses of this stage
+and all previous stages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ELSEWHERE = (
 class Stage:
     """One stage of `model`: the blocks whose indices are in `blocks`.
 
-    `view` is the model that `run` calls; all other blocks in it are replaced.
+    `run` calls `view`, a copy of the model in which all other blocks are replaced.
 
     Args:
         routers: the indices of the blocks that contain routers with losses.
@@ -87,14 +87,14 @@ class Stage:
             self._before.received = None
 
     def _update_view(self) -> None:
-        """Copy to `view` the model's attributes that the program may have changed, such as `training`."""
+        """Copy the model's current attributes, such as `training`, to `view`."""
         attributes = self._model.__dict__
         if attributes.get("_compiled_call_impl") is not None:
             raise RuntimeError(COMPILED)
         self.view.__dict__ |= {k: v for k, v in attributes.items() if k not in ("_modules", "forward")}
 
     def _independent(self, output: Any) -> Any:
-        """Return `output`, but clone each tensor that shares memory with a buffer that the next pass may change."""
+        """Return `output`, in which tensors that share memory with a buffer are replaced by clones."""
         if all(tensor.requires_grad for tensor in tensors_of(output)):
             return output
         buffers = {_memory_of(buffer) for block in self.blocks for buffer in block.buffers()}
@@ -120,11 +120,7 @@ class _StageEnd(Exception):
 
 
 class _Before(nn.Module):
-    """Replaces the blocks before a stage.
-
-    Args:
-        with_losses: whether some of these blocks have router losses.
-    """
+    """Replaces the blocks before a stage; `with_losses`: whether some of these blocks have router losses."""
 
     received: Any = None
 
@@ -143,11 +139,7 @@ class _Before(nn.Module):
 
 
 class _After(nn.Module):
-    """Replaces the blocks after a stage.
-
-    Args:
-        with_losses: whether some blocks before these blocks have router losses.
-    """
+    """Replaces the blocks after a stage; `with_losses`: whether some earlier blocks have router losses."""
 
     def __init__(self, *, with_losses: bool) -> None:
         super().__init__()
@@ -172,7 +164,7 @@ def _router_losses(arguments: Iterable[Any], named: Mapping[str, Any]) -> Router
 
 
 class Absent(nn.Module):
-    """Replaces a block of another rank, and contains only the tensors that a block of this rank also uses."""
+    """Replaces a block of another rank, and keeps only the tensors that the block shares with blocks of this rank."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise RuntimeError."""
@@ -183,7 +175,7 @@ class Absent(nn.Module):
 
 
 def shallow_copy(model: nn.Sequential) -> nn.Sequential:
-    """Return a copy of `model` with the same attributes and blocks, in which blocks can be replaced.
+    """Return a copy of `model` whose blocks can be replaced without changing `model`.
 
     Unlike `copy.copy`, this function keeps methods that were replaced on the instance.
     """
@@ -193,7 +185,7 @@ def shallow_copy(model: nn.Sequential) -> nn.Sequential:
 
 
 def blocks_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the names and blocks of a model; unlike `named_children`, list a repeated block at each occurrence."""
+    """Return the names and blocks of a model, with a repeated block listed at each occurrence."""
     return [(name, block) for name, block in model._modules.items() if block is not None]
 
 
@@ -226,7 +218,7 @@ def split(
     layouts: Layouts,
     found: Balance | None = None,
 ) -> tuple[dict[int, Stage], Balance]:
-    """Remove the blocks of other ranks from `model`, and record in `layouts` the stages of each parameter and buffer.
+    """Remove the blocks of other ranks from `model`, and record the stages of each tensor in `layouts`.
 
     Args:
         rank: the pipeline rank.
@@ -236,7 +228,7 @@ def split(
         The stages of this rank by index, and the division of the blocks.
 
     Raises:
-        PlanError: if the model has too few blocks, or a rank would get no parameter.
+        PlanError: if the model has too few blocks, or a rank would get no parameters.
     """
     found = found or divide(model, schedule)
     placement = schedule.placement[0]
@@ -268,7 +260,7 @@ def split(
 
 
 def stages_of(model: nn.Sequential, found: Balance) -> dict[str, frozenset[int]]:
-    """Return a dict that maps the name of each parameter and buffer of a complete model to the stages that contain it.
+    """Return a dict that maps each parameter or buffer name of a complete model to the tensor's stages.
 
     A tensor with several names is listed under its first name.
     """
@@ -295,7 +287,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _check_statistics(
     children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], names: Mapping[int, str]
 ) -> None:
-    """Raise PlanError if several stages share a layer with running statistics, because no stage has all statistics."""
+    """Raise PlanError if several stages share a layer with running statistics."""
     seen: dict[nn.Module, int] = {}
     for number, blocks in enumerate(ranges):
         for place in blocks:
@@ -312,7 +304,7 @@ def _check_statistics(
 def _check_parameters(
     children: Sequence[tuple[str, nn.Module]], ranges: Sequence[range], schedule: Schedule
 ) -> None:
-    """Raise PlanError for a rank without parameters, because torch requires parameters to create an optimizer."""
+    """Raise PlanError if a rank has no parameters, because torch optimizers require parameters."""
     ranks = {
         row[number]
         for number, blocks in enumerate(ranges)
@@ -329,10 +321,7 @@ def _check_parameters(
 
 
 def _absent(block: nn.Module, needed: Collection[int]) -> Absent:
-    """Return a replacement for `block` that contains only the parameters and buffers whose `id` is in `needed`.
-
-    These tensors keep their names.
-    """
+    """Return a replacement for `block` that keeps only the tensors whose `id` is in `needed`."""
     absent = Absent()
     for path, tensor in _tensors(block).items():
         if id(tensor) not in needed:

@@ -48,7 +48,7 @@ class StageFailure:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The sort key, which orders failures by time, but puts `RankLeft` last, because another failure causes it."""
+        """The key that sorts failures by time, with `RankLeft` last, because another failure causes it."""
         return isinstance(self.error, RankLeft), self.at
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class StageFailure:
 
 
 class _Ranks(Protocol):
-    """The collectives of a communicator that `raise_on_all` needs."""
+    """A communicator with the collectives that `raise_on_all` needs."""
 
     def all_reduce(self, tensor: Tensor, op: ReduceName) -> Any: ...
 
@@ -71,9 +71,9 @@ class _Ranks(Protocol):
 
 
 def raise_on_all(comm: _Ranks, rank: int, failure: StageFailure | None) -> None:
-    """Raise `StageError` on all ranks if an action failed on one of them.  This is a collective call.
+    """Raise `StageError` on all ranks if an action failed on any of them.
 
-    If actions failed on several ranks, the message describes the first failure.
+    This is a collective call.  If actions failed on several ranks, the message describes the first failure.
 
     Args:
         rank: the rank number that identifies this rank in error messages.

@@ -1,4 +1,4 @@
-"""The ranks that compute a stage together: the ranks along the axes within layers (tensor, context, expert).
+"""The ranks that compute a stage together, along the tensor, context and expert axes.
 
 After an exception on one of these ranks, the other ranks may be waiting for the failed rank in a collective.  The
 failed rank therefore leaves the groups of these axes.  The calls of the waiting ranks then raise `RankLeft`, so that
@@ -15,7 +15,7 @@ from farandole.plan import MODEL_AXES
 
 
 class StagePeers:
-    """The communicators of this rank along the axes within layers.
+    """The communicators of this rank along the tensor, context and expert axes.
 
     Args:
         position: the position of this rank, with connected communicators.
@@ -29,11 +29,11 @@ class StagePeers:
         self._left = False
 
     def __bool__(self) -> bool:
-        """Return whether other ranks compute the stages of this rank as well."""
+        """Return whether other ranks compute the same stages as this rank."""
         return bool(self._comms)
 
     def leave(self, note: str) -> None:
-        """Leave all groups, unless this rank has already left them; waiting ranks raise `RankLeft` with `note`."""
+        """Leave all groups, so that waiting ranks raise `RankLeft` with `note`."""
         if not self._left:
             self._left = True
             for comm in self._comms:

@@ -57,7 +57,7 @@ def action_events(
     """Yield the events of a rank's actions, named by `Schedule.label`.
 
     Args:
-        thread: the row of the rank.
+        thread: the number of the row.
         offset_s: the time in the trace that corresponds to time 0 of the spans, in seconds.
         unit_s: one unit of time of the spans, in seconds.
     """
@@ -100,7 +100,11 @@ def duration(
 
 
 def rank_name(rank: int, ranks: int) -> list[Event]:
-    """Return the events that set the name and sort position of the process of `rank`, one of `ranks` ranks."""
+    """Return the events that set the name and sort position of a rank.
+
+    Args:
+        ranks: the total number of ranks.
+    """
     return [
         _metadata("process_name", rank, 0, name=f"rank {rank:0{len(str(ranks - 1))}}"),
         _metadata("process_sort_index", rank, 0, sort_index=rank),

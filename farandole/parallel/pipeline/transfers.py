@@ -3,13 +3,14 @@
 Each forward pass sends its output to the rank of the next stage, and each backward pass sends the gradients of its
 inputs to the rank of the previous stage.  Shapes are determined at run time: each output is preceded by a header
 with dtypes and shapes.  A tensor that occurs twice in an output is sent once, and so is its gradient.  Gradients have
-the shapes of the output, which the receiver of the gradients knows.  A byte sent with each gradient tells whether the
+the shapes of the output, which the receiver of the gradients knows.  A byte sent with each gradient states whether the
 gradient is present, absent or invalid.
 
 A rank that has failed sends an empty tuple as each further output, and invalid gradients (`stage_error`).
 
 The order of messages follows from the schedule of all ranks.  A rank sends a result directly after the action that
-computed it, and posts the receives from a peer in the order of the peer's sends.  No order causes a deadlock:
+computed it, and posts the receives from a peer in the order of the peer's sends.  This order of
+messages cannot cause a deadlock:
 
 - Sends never block, and a rank waits only for receives.
 - Assume that some ranks wait forever.  Each of them waits, before one of its actions, for a message from a peer, or for
@@ -66,7 +67,7 @@ class TensorShape:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return an uninitialized tensor."""
+        """Return an uninitialized tensor of this dtype and shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -106,7 +107,7 @@ class OutputShape:
         return [shape for shape in self.tensors if shape.requires_grad]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the output that consists of `tensors`."""
+        """Return an output of this shape that contains `tensors`."""
         parts = tuple(None if number < 0 else tensors[number] for number in self.parts)
         return parts[0] if self.single else parts
 
@@ -163,7 +164,7 @@ class _Receive:
 
 
 class Transfers:
-    """The messages of this rank in one step.
+    """Sends and receives this rank's messages in one step.
 
     Args:
         comm: the communicator of the pipeline's ranks.
@@ -214,7 +215,11 @@ class Transfers:
         *,
         valid: bool = True,
     ) -> None:
-        """Send the gradients of a stage's inputs, or None for each input without a gradient, to the previous stage."""
+        """Send the gradients of a stage's inputs to the previous stage.
+
+        Args:
+            gradients: the gradient of each input, or None.
+        """
         message, peer = ("I", stage - 1, m), self._schedule.rank_of(stage - 1, m)
         for own, gradient in zip(inputs, gradients, strict=True):
             sent = torch.zeros_like(own) if gradient is None else gradient.contiguous()
@@ -227,8 +232,8 @@ class Transfers:
     def receive(self, code: str, stage: int, m: int) -> Any:
         """Return the input of a pass: the previous stage's output ("F") or the gradients of this stage's output ("I").
 
-        Received outputs are leaves that require gradients if the sent tensors did.  A gradient that does not exist is
-        None.  `failed` is set if the sender has failed.
+        Received outputs are leaves that require gradients if the sent tensors did.  A missing gradient is None.
+        `failed` is set if the sender has failed.
         """
         started = time.perf_counter()
         message = (code, stage, m)
@@ -251,7 +256,7 @@ class Transfers:
         return output.filled(received.tensors)
 
     def poll(self) -> None:
-        """Post the receives whose headers have arrived, and release sent tensors."""
+        """Post all receives whose shapes are known, and release tensors that have been sent."""
         for peer, queue in self._queues.items():
             while queue and self._is_known(peer, queue[0]):
                 self._post(peer)
@@ -279,7 +284,7 @@ class Transfers:
         return self._headers[peer]
 
     def _post(self, peer: int) -> None:
-        """Post the receive of a peer's next message."""
+        """Post the receive for a peer's next message."""
         message = self._queues[peer].popleft()
         output, states, works = None, None, []
         if message[0] == "I":

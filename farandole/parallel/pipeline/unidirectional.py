@@ -1,8 +1,8 @@
 """Schedules in which all micro-batches pass through the ranks in the same direction.
 
-D is the number of ranks, N the number of micro-batches.  F, I and W are the times of a forward pass, an input gradient
-and a weight gradient of one rank's part of the model, and B = I + W.  Activations are given as multiples of the
-activations of one micro-batch in one rank's part of the model.
+D is the number of ranks, N the number of micro-batches.  For one micro-batch on one rank, F, I and W are the times of
+the forward pass, the input gradient and the weight gradient, and B = I + W.  Activation memory is given in units of one
+micro-batch's activations on one rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 def one_forward_one_backward(ranks: int, micro_batches: int) -> Schedule:
     """Return the 1F1B schedule (Narayanan et al., 2019, "PipeDream"; Fan et al., 2021, "DAPPLE").
 
-    Idle time (D - 1)(F + B).  Activations: min(D, N) on rank 0, one less on each following rank.
+    Idle time (D - 1)(F + B).  Activations: min(D - r, N) on rank r.
     """
     actions = []
     for rank in range(ranks):
@@ -80,7 +80,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
     Narayanan et al., 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
 
-    Micro-batches pass through the chunks in rounds of D micro-batches.  Idle time (D - 1)(F + B) / chunks.
+    Micro-batches pass through the chunks in groups of D.  Idle time (D - 1)(F + B) / chunks.
     Activations: D + (D - 1) / chunks.
     """
     rounds = -(-micro_batches // ranks)
@@ -106,8 +106,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
     """Return the ZB-H1 schedule (Qi et al., 2023, "Zero Bubble Pipeline Parallelism"), also called ZB-1P.
 
-    Rank r delays weight gradients by r micro-batches, so that all ranks hold D micro-batches.  Idle time
-    (D - 1)(F + I - W).  Activations: D.
+    Rank r delays weight gradients by r micro-batches, so every rank holds the activations of D micro-batches.
+
+    Idle time (D - 1)(F + I - W).
     """
     actions = []
     for rank in range(ranks):

@@ -1,7 +1,7 @@
-"""Schedules with two chunks per rank in a V: micro-batches pass through ranks 0, 1, ..., D - 1, and back to rank 0.
+"""V-shaped schedules: micro-batches pass through ranks 0, 1, ..., D - 1, and then back to rank 0 in reverse order.
 
-Rank 0 computes the loss, so it can start a backward pass as soon as a micro-batch has returned.  See `unidirectional`
-for the symbols; here F, I and W are the times of a rank's two chunks together.
+Each rank has two chunks.  Rank 0 computes the loss, so it can start a backward pass as soon as a micro-batch has
+returned.  See `unidirectional` for the symbols; here F, I and W are the total times of a rank's two chunks.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
 
     DualPipeV is the V-shaped variant of DualPipe (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report").
 
-    The steady state consists of pairs of a forward pass and a backward pass of different chunks, which accelerators can
-    overlap.  Without overlap, the idle time is (D - 1) F / 2 for F = I = W.  Activations: D + 1/2.
+    In the steady state, each forward pass of a chunk is paired with a backward pass of the other chunk, so that
+    accelerators can overlap the two passes.  Without overlap, the idle time is (D - 1) F / 2 for F = I = W.
+    Activations: D + 1/2.
     """
     every = max(micro_batches, 2 * ranks)
     actions = [_Rank(rank, ranks).dualpipe_v(every) for rank in range(ranks)]
@@ -73,11 +74,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
 
 
 class _Rank:
-    """Builds the list of actions of one rank.
-
-    `forward`, `backward` and `input_gradient` append the action for the next micro-batch of a chunk.  `weight_gradient`
-    appends the oldest weight gradient that has not been appended yet.
-    """
+    """Builds the list of actions of one rank."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -176,13 +173,10 @@ class _Rank:
 
 
 def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Schedule:
-    """Return the schedule that repeats one micro-batch's building block every 6 time units.
-
-    A chunk's F, I and W take one unit each, so the 6 actions of a micro-batch occupy a rank completely.  From one rank
-    to the next in the direction of the pass, F of the first chunk and I of the second chunk are delayed by
-    `down` units, and F of the second chunk and I of the first chunk by `up` units.  The activations that a rank holds
-    are proportional to the time between F and W.
-    """
+    """Return the schedule that repeats one micro-batch's building block every 6 time units."""
+    # A chunk's F, I and W take one unit each, so the 6 actions of a micro-batch occupy a rank completely.
+    # From one rank to the next in the direction of the pass, F0 and I1 are delayed by `down` units, and F1
+    # and I0 by `up` units.  The activations on a rank are proportional to the time between F and W.
     starts = _building_block(ranks, down, up)
     actions = []
     for rank, block in enumerate(starts):
@@ -203,11 +197,9 @@ def _repeat(name: str, ranks: int, micro_batches: int, down: int, up: int) -> Sc
 
 
 def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
-    """Return the start times of F0, F1, I1, I0, W1 and W0 on each rank; a rank's times are distinct modulo 6.
-
-    Passes can pause at the ends of the V.  The chosen pauses minimize the maximum number of activations on a rank; if
-    several choices have the same maximum, the choice with the shortest total pause is used.
-    """
+    """Return, for each rank, the start times of F0, F1, I1, I0, W1 and W0, which are distinct modulo 6."""
+    # Passes can pause at the ends of the V.  The chosen pauses minimize the maximum number of activations on a
+    # rank, and then the total pause.
     last = ranks - 1
     choices = []
     for pauses in itertools.product(range(6), repeat=3):
@@ -224,16 +216,13 @@ def _building_block(ranks: int, down: int, up: int) -> list[tuple[int, ...]]:
 
 
 def _held(starts: tuple[int, ...]) -> int:
-    """Return the maximum number of activations on a rank if its block of actions is repeated every 6 time units."""
+    """Return the maximum number of activations that a rank stores if it repeats `starts` every 6 time units."""
     spans = ((starts[0], starts[5] + 1), (starts[1], starts[4] + 1))
     return max(sum((t - first) // 6 - (t - end) // 6 for first, end in spans) for t in range(6))
 
 
 def _with_weights(starts: tuple[int, ...]) -> tuple[int, ...]:
-    """Append the start times of W1 and W0, which take the two remaining time units modulo 6.
-
-    Of the two possible orders, the one with the smaller sum of start times is chosen.
-    """
+    """Return `starts` followed by the start times of W1 and W0, which use the two free time units modulo 6."""
     free = [unit for unit in range(6) if unit not in {start % 6 for start in starts}]
     _, _, second, first = starts
     choices = []

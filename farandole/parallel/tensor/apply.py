@@ -38,7 +38,7 @@ Found = Mapping[str, tuple[nn.Module, Rule]]
 
 
 def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) -> None:
-    """Split each module of `model` that has a rule; the parts are distributed over the ranks of the tensor axis.
+    """Shard the modules of `model` over the tensor axis, according to their rules.
 
     Raises:
         PlanError: if no module has a rule, if a region contains dropout that its rule does not describe, or if a module
@@ -77,11 +77,8 @@ def apply(model: nn.Module, position: Position, plan: Plan, layouts: Layouts) ->
 
 
 def _check_dropout(found: Found, described: Mapping[int, tuple[int, Parts] | None], ranks: int) -> None:
-    """Check that rules describe all dropout layers in regions, because ranks with different shards need different masks.
-
-    Raises:
-        PlanError: if a rule does not describe a layer, or splits the input of a layer other than `nn.Dropout`.
-    """
+    """Raise `PlanError` unless the rules describe all dropout layers in regions."""
+    # ranks with different shards need different masks
     for path, (module, rule) in found.items():
         for name, layer in module.named_modules() if rule.region else ():
             if not isinstance(layer, _DropoutNd) or not layer.p:
@@ -110,11 +107,7 @@ def _described(found: Found) -> dict[int, tuple[int, Parts] | None]:
 
 
 def _parts_of_all(found: Found, ranks: int) -> dict[str, Split]:
-    """Return a dict that maps module paths to the parts of the module's split layers and parameters.
-
-    Raises:
-        PlanError: if a module cannot be split over `ranks` ranks.
-    """
+    """Return a dict that maps each module's path to the parts of its split layers and parameters."""
     parts = {}
     for path, (module, rule) in found.items():
         try:
@@ -155,7 +148,7 @@ def _with_equal_gradients(model: nn.Module, found: Found, *, sequence: bool) -> 
 
 
 def _share_tokens(model: nn.Module, found: Found, tokens: Tokens) -> None:
-    """Let each rank process its shard of the tokens between regions."""
+    """Make each rank process only its shard of the tokens between regions."""
     kinds = [type(module) for module, rule in found.values() if rule.vocabulary]
     transformers = [module for module in model.modules() if isinstance(module, Transformer)]
     if (
@@ -213,7 +206,7 @@ def _split(module: nn.Module, rule: Rule, parts: Split, position: Position, layo
 
 
 def _sharded_dropout(dim: int, parts: tuple[Part, ...], position: Position) -> ShardedDropout:
-    """Return dropout for this rank's shard of a tensor whose dimension `dim` consists of `parts`."""
+    """Return the dropout for this rank's shard of dimension `dim`; the whole dimension consists of `parts`."""
     total = sum(part.size for part in parts)
     boxes = Layout("dropout", (total,), shards=((AXIS, Shard(0, parts)),)).boxes(position.mesh, position.cell)
     return ShardedDropout(dim, tuple(box[0] for box in boxes), total)

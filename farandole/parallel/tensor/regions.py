@@ -1,4 +1,4 @@
-"""Wrap the calls of modules that the ranks of the tensor axis compute together."""
+"""Wrappers for modules that the ranks of the tensor axis compute together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AXIS = "tensor"
 
 
 class ColumnLinear(nn.Linear):
-    """A column layer that is the only user of its region's input.
+    """A column-parallel layer that is the only user of its region's input.
 
     The input enters the region in this layer, so that the all-reduce of the backward pass overlaps with the computation
     of the weight gradient (`linear_of_copies`).
@@ -31,15 +31,15 @@ class ColumnLinear(nn.Linear):
     comm: AxisCommunicator
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in) to this rank's outputs (..., out)."""
+        """Return this rank's outputs (..., out) for `input` (..., in)."""
         return linear_of_copies(input, self.weight, self.bias, self.comm)
 
 
 def enter_at(linear: nn.Module, comm: AxisCommunicator | None) -> bool:
-    """Let a region's input enter at the column layer `linear`, so that the backward pass overlaps with communication.
+    """Convert the column-parallel layer `linear` to a `ColumnLinear` in place, if possible.
 
     Returns:
-        Whether the input enters at `linear`: False for a subclass of `nn.Linear`, or if `comm` does not overlap
+        Whether `linear` was converted: False for a subclass of `nn.Linear`, or if `comm` does not overlap
             communication with computation.
     """
     if comm is None or not comm.overlaps or type(linear) is not nn.Linear:
@@ -104,7 +104,7 @@ class SharedBias:
 
 
 class GatherHead:
-    """Wraps a projection of queries, keys and values if several ranks share a key-value head.
+    """Wraps a projection to queries, keys and values in which several ranks share a key-value head.
 
     Each of these ranks computes a slice of the head's keys and values, and gathers the other slices.
     """
@@ -117,7 +117,7 @@ class GatherHead:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the projection, and return complete key-value heads."""
+        """Return this rank's queries, and the complete keys and values of the shared head."""
         projected: Tensor = call(*args, **kwargs)
         part = self._width // self._ranks
         query, own = projected.split((projected.shape[-1] - 2 * part, 2 * part), -1)

@@ -1,4 +1,4 @@
-"""How each kind of module is split over the ranks of the tensor axis."""
+"""Rules that describe how each kind of module is split over the ranks of the tensor axis."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class Indivisible(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of module is split.
+    """A rule that describes how a kind of module is split.
 
     Args:
-        column: maps the path of each linear layer whose outputs are split to the parts of the outputs.
-        row: maps the path of each linear layer whose inputs are split to the parts of the inputs.
-        tensors: maps the name of each other split parameter to the split dimension and its parts.
-        vocabulary: the embeddings (by path) and parameters that are split along the vocabulary.
-        region: whether the module is a region.  A module that is not a region is inside a region, is split only along
-            the vocabulary, or does not communicate.
+        column: maps the paths of column-parallel linear layers to the parts of their outputs.
+        row: maps the paths of row-parallel linear layers to the parts of their inputs.
+        tensors: maps the names of other split parameters to (split dimension, parts of this dimension).
+        vocabulary: the names of the embeddings and parameters that are split along the vocabulary.
+        region: whether the module is a region; False for a module that is inside a region, is split only along the
+            vocabulary, or does not communicate.
         inputs: the number of leading arguments that enter the region.
-        overlaps: whether a single column layer uses the input of the region, so that the layer's backward pass can
-            overlap with communication.
-        adjust: a function that is called with the module and the position before the module is split, for example to
+        overlaps: whether a single column-parallel layer uses the input of the region, so that the layer's backward
+            pass can overlap with communication.
+        adjust: a function that is called as `adjust(module, position)` before the module is split, for example to
             change the number of query heads per key-value head.
-        dropout: maps the path of each `nn.Dropout` layer of a region to the split dimension of its input and the parts
-            of this dimension, or to None if the input is not split (a complete tensor, or the output of a row layer).
-            Each rank applies its part of the mask that a single process would draw.
+        dropout: maps the path of each `nn.Dropout` layer of a region to (split dimension of the layer's input, parts
+            of this dimension), or to None if the input is not split (a complete tensor, or the output of a
+            row-parallel layer).  Each rank applies its part of the mask that a single process would draw.
     """
 
     column: Mapping[str, Parts] = field(default_factory=dict)
@@ -72,10 +72,10 @@ Split = Mapping[str, tuple[Part, ...]]
 
 
 def parts_of(module: nn.Module, rule: Rule, ranks: int) -> Split:
-    """Return the parts of the split layers, parameters and dropout inputs of `module`, by path, for `ranks` ranks.
+    """Return a dict that maps paths in `module` to the parts of split layers, parameters and dropout inputs.
 
     Raises:
-        Indivisible: if a rank would get no unit of a part, or no token of the vocabulary.
+        Indivisible: if a part has too few units, or the vocabulary too few tokens, for `ranks` ranks.
     """
     functions = {**rule.column, **rule.row}
     with_dimension = {**rule.tensors, **rule.dropout}.items()
@@ -107,7 +107,7 @@ def vocabulary_of(module: nn.Module, rule: Rule) -> Iterator[tuple[Any, nn.Param
 
 
 def _heads(module: SelfAttention) -> tuple[int, int]:
-    """Return the numbers of query heads and key-value heads of the complete module."""
+    """Return the numbers of query heads and key-value heads of the unsplit module."""
     every = module.qkv.out_features // module.head_width
     kv_heads = every // (module.group + 2)
     return every - 2 * kv_heads, kv_heads
@@ -201,10 +201,8 @@ def _adjust_attention(module: SelfAttention, position: Position) -> None:
 
 
 def _share_router_losses(module: MixtureOfExperts, position: Position) -> None:
-    """Divide the gradients of router losses by the number of ranks.
-
-    All ranks of the tensor axis compute the same router losses, and the engine sums the ranks' gradients.
-    """
+    """Divide the gradients of router losses by the number of ranks."""
+    # all ranks of the axis compute the same router losses, and the engine sums the ranks' gradients
     module.router.copies = position.size(AXIS)
 
 
@@ -248,7 +246,7 @@ EMBEDDINGS = (Embedding,)
 
 
 def register(kind: type[nn.Module], rule: Rule) -> None:
-    """Make `apply` split modules of class `kind` with `rule`, which replaces any earlier rule."""
+    """Register `rule` for modules of class `kind`, replacing any earlier rule."""
     RULES[kind] = rule
 
 

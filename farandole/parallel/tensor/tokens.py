@@ -27,18 +27,17 @@ class Tokens:
     """The tokens of a forward pass, sharded over the ranks of `comm`.
 
     Tokens (batch, positions) are numbered in row-major order.
-
-    The numbers of sequences and positions are taken from the `SequenceInfo` of each call, for two reasons.  Passes may
-    overlap, because a recomputation runs a block of an earlier pass.  A pipeline stage may have no embedding.
     """
 
     def __init__(self, comm: AxisCommunicator | None) -> None:
         self.comm = comm
-        self._shape = (0, 0)  # in the running block
+        # in the running block; not stored once per pass, because a recomputation may run a block of an earlier pass,
+        # and a pipeline stage may have no embedding
+        self._shape = (0, 0)
 
     @contextmanager
     def of_pass(self, args: Iterable[Any]) -> Iterator[None]:
-        """Return a context manager for a call to a block with `args`, which include the `SequenceInfo` of the pass."""
+        """Return a context manager that takes the shape of the tokens from the `SequenceInfo` in `args`."""
         before = self._shape
         shapes = [each.shape for each in args if isinstance(each, SequenceInfo)]
         self._shape = next((shape for shape in shapes if shape is not None), before)
@@ -60,21 +59,24 @@ class Tokens:
         return gather_and_reduce(shard, self.count, self.comm).view(*self._shape, -1)
 
     def reduce(self, hidden: Tensor) -> Tensor:
-        """Sum the hidden states (batch, positions, width) over ranks, and return this rank's tokens (tokens, width)."""
+        """Sum the hidden states (batch, positions, width) over ranks, and return this rank's shard (tokens, width)."""
         return reduce_and_gather(hidden.flatten(0, 1), self.comm)
 
     def take(self, hidden: Tensor) -> Tensor:
-        """Return this rank's tokens (tokens, width), given hidden states that are equal on all ranks."""
+        """Return this rank's shard (tokens, width) of hidden states that are equal on all ranks."""
         return slice_of_same(hidden.flatten(0, 1), self.comm)
 
     def dropout(self, x: Tensor, probability: float, training: bool = True) -> Tensor:
-        """Apply dropout to this rank's tokens (tokens, width), with the mask that a single process would draw."""
+        """Apply dropout to this rank's shard (tokens, width).
+
+        The rank applies its part of the mask that a single process would draw.
+        """
         first = own_rows(self.count, self.comm).start if self.comm is not None else 0
         return ShardedDropout(0, ((first, first + len(x)),), self.count)(x, probability, training)
 
 
 class ShareTokens:
-    """Wraps the embedding, and returns only this rank's shard of the tokens."""
+    """Wraps the embedding: the output contains only this rank's shard of the tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -82,12 +84,12 @@ class ShareTokens:
     def __call__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the embedding, and return this rank's shard of the tokens."""
+        """Call the embedding, and return this rank's shard of the output."""
         return self._tokens.take(call(*args, **kwargs))
 
 
 class TokenBlock:
-    """Wraps a block: during a call, `tokens` uses the numbers of sequences and positions of this call."""
+    """Wraps a block: during a call, `tokens` uses the shape in the `SequenceInfo` of this call."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -101,7 +103,7 @@ class TokenBlock:
 
 
 class TokenRegion:
-    """Wraps a region: gathers the tokens of all ranks, and returns this rank's tokens of the summed output."""
+    """Wraps a region: gathers the input tokens of all ranks, sums the outputs, and returns this rank's tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens

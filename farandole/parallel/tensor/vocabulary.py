@@ -61,10 +61,10 @@ class ParallelVocabulary(Vocabulary):
         return hidden if self.tokens is None else self.tokens.take(hidden)
 
     def embed_with(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, count: int) -> Tensor:
-        """Return the embeddings of `tokens`, to which each rank contributes the vocabulary entries in its shard.
+        """Return the embeddings of `tokens`, summed over the vocabulary shards of all ranks.
 
         Args:
-            embed: a function that maps indices into this rank's shard to embeddings.
+            embed: a function that returns the embeddings for local indices in this rank's shard.
             count: the number of entries in this rank's shard.
         """
         self._shard.check(tokens)
@@ -104,7 +104,7 @@ class ParallelVocabulary(Vocabulary):
 
 
 class ParallelEmbedding:
-    """Wraps the calls of an embedding whose weight is this rank's vocabulary shard."""
+    """Wraps an embedding whose weight is this rank's shard of the vocabulary."""
 
     def __init__(self, vocabulary: ParallelVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -123,7 +123,7 @@ def sharded_logits(model: nn.Module) -> Iterator[slice]:
     """Return a context manager within which `model` returns only the logits of this rank's part of the vocabulary.
 
         with sharded_logits(model) as own:
-            logits = engine(tokens)  # (batch, positions, own tokens): logits[..., own] of the complete logits
+            logits = engine(tokens)  # equal to complete_logits[..., own]
 
     The backward pass expects, on each rank, the gradient of the total loss with respect to the rank's logits.
 

@@ -25,16 +25,16 @@ If more buckets wait, the oldest one is reduced although it is incomplete.
 
 
 def buffer_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the buffers that buckets with the given `lengths` use alternately."""
+    """Return the lengths of a pool's buffers for buckets with the given `lengths`."""
     return [max(lengths[turn::DEPTH]) for turn in range(min(DEPTH, len(lengths)))]
 
 
 class BufferPool:
     """Double-buffered memory for unsharded gradients (`zero` 2 and 3).
 
-    Buckets of several parameters alternate between two buffers: one is filled while the other is reduced.  A bucket
-    with a single parameter is complete immediately.  Such buckets use two other buffers, or no buffer if autograd's
-    memory can be reduced directly (*zero-copy*).
+    Buckets of several parameters alternate between two buffers: one is filled while the other is reduced.  Buckets
+    with a single parameter use two other buffers, or no buffer if autograd's memory can be reduced directly
+    (*zero-copy*).
 
     The buffers are in shared memory, so that reductions need no copies.  Therefore bucket n uses buffer n % DEPTH on
     every rank.  If that buffer is in use, the bucket uses normal memory.
@@ -44,7 +44,7 @@ class BufferPool:
     reductions because an earlier bucket is incomplete, reductions start early (`GradientReducer`).
 
     Args:
-        comm: the ranks that reduce the buckets; None for one rank.
+        comm: the communicator of the ranks that reduce the buckets; None for one rank.
         lengths: the length of each bucket in elements.
         zero_copy: whether buckets are reduced in autograd's memory; the pool then has no buffers.
     """
@@ -80,7 +80,7 @@ class BufferPool:
         return [*found, user] if user is not None and user.in_flight and user not in found else found
 
     def first_to_launch(self) -> Bucket | None:
-        """Return the oldest bucket whose reduction has not started if too many buckets are waiting, else None."""
+        """Return the oldest waiting bucket if too many buckets wait for their reductions, else None."""
         waiting = [bucket for bucket in self._holders if not bucket.was_reduced]
         complete = sum(bucket.ready for bucket in waiting)
         return waiting[0] if complete >= DEPTH or len(waiting) > _UNREDUCED else None
@@ -90,7 +90,7 @@ class BufferPool:
         self._holders.append(bucket)
 
     def acquire(self, bucket: Bucket, number: int) -> Tensor:
-        """Return a buffer for bucket `number`, with the length of the bucket."""
+        """Return memory with the length of bucket `number`, and record that the bucket holds memory."""
         self.hold(bucket)
         if not self.zero_copy and self._users[number % DEPTH] is None:
             self._users[number % DEPTH] = bucket

@@ -41,7 +41,7 @@ class BuiltBuckets:
     """The result of `build`.
 
     Args:
-        buckets: the gradients of the trained parameters.
+        buckets: the gradient buckets of the trained parameters.
         shards: for each bucket, the tensors that the optimizer updates.
         weights: the flat weights of all parameters.
         gatherer: the object that gathers sharded weights; None if no weights are gathered.
@@ -63,7 +63,7 @@ def build(
     compression: Compression | None = None,
     stores: Stores | None = None,
 ) -> BuiltBuckets:
-    """Move the parameters of `model` into the buffers of the plan.  This is a collective call.
+    """Create the buckets and weights of `plan` for `model`.  This is a collective call.
 
     Args:
         groups: the groups of ranks that reduce and shard each bucket.
@@ -116,7 +116,7 @@ def build(
 
 
 def connect(mesh: Mesh, comm: Communicator, layouts: Iterable[Layout], zero: int) -> Groups:
-    """Return the groups of ranks that reduce and shard the tensors in `layouts`, including groups along axes.
+    """Create the groups of ranks that reduce and shard the tensors in `layouts`.
 
     This is a collective call.
     """
@@ -137,10 +137,7 @@ def _number(bucket: BucketPlan, rank: int, zero: int) -> int:
 
 
 def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool | None, int]]:
-    """Return (pool, index in the pool) for each bucket; the pool is None if the bucket is reduced once per step.
-
-    Buckets with the same dtype, device, filling and ranks share a pool.
-    """
+    """Return (pool, index in the pool) for each bucket; a bucket that is reduced once per step has no pool."""
     kinds: dict[tuple[torch.dtype, torch.device, Filling, tuple[int, ...]], list[int]] = {}
     for number, plan in enumerate(plans):
         if not plan.every_pass:
@@ -156,10 +153,8 @@ def _pools(plans: Sequence[BucketPlan], groups: Groups) -> list[tuple[BufferPool
 
 
 def _gatherer(model: nn.Module, plan: ShardingPlan, groups: Groups, built: BuiltBuckets) -> Gatherer:
-    """Return the gatherer of the weights.  This is a collective call.
-
-    The gatherer gets separate communicators, so that gathers do not wait for gradient reductions.
-    """
+    """Create the gatherer of the weights.  This is a collective call."""
+    # the gatherer gets separate communicators, so that gathers do not wait for gradient reductions
     gathered: list[list[GatheredWeights]] = [[] for _ in range(plan.groups)]
     copies: dict[tuple[int, ...], Communicator] = {}
     for each in built.weights:

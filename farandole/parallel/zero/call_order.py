@@ -1,9 +1,9 @@
 """Make all ranks issue their collective calls in the same order, although ranks may compute different blocks.
 
-A block's weights are gathered when it computes, and its gradients are reduced when they are complete.  If every rank
-made these calls on demand, ranks that compute different blocks (a skipped layer, an early exit, a rank without
-samples) would deadlock, or combine different tensors of equal size.  Therefore each call is an *item* with
-a number, and all ranks launch the items in an agreed order:
+A block's weights are gathered when the block computes, and its gradients are reduced when they are complete.  If every
+rank made these calls on demand, ranks that compute different blocks (a skipped layer, an early exit, a rank without
+samples) would deadlock, or combine different tensors of equal size.  Therefore each call is an *item* with a number,
+and all ranks launch the items in an agreed order:
 
     order.begin("backward")
     order.request(3)         # returns when item 3 has been launched
@@ -14,19 +14,20 @@ a number, and all ranks launch the items in an agreed order:
   ranks request.  A rank that requested a different item joins the launch and requests its item again.  A rank that
   has ended its pass requests nothing.  When no rank requests an item, the pass ends.
 - Later passes follow the order of the negotiated pass.  When a rank requests an item, it first launches all earlier
-  items, including reductions for which it has only some gradients or none.  Reductions are sums, so late gradients are
-  reduced at the end of the pass, and added.
+  items, including reductions for which it has only some gradients or none.  Reductions are sums, so late gradients can
+  be reduced at the end of the pass and added to the result.
 - A rank that requests an item outside the remaining order launches the rest of the order, and then negotiates.  All
-  ranks negotiate after the last item, usually only to confirm that no rank requests an item, which costs one small
-  reduction per pass.  If a rank does request an item, the entire next pass is negotiated.
+  ranks negotiate after the last item, usually only to confirm that no rank requests an item.  This costs one small
+  reduction per pass.  If a rank does request an item, the entire next pass of this kind is negotiated.
 
 *All ranks make the same calls.*  Each rank's calls are the full agreed order, followed by negotiation rounds.  In each
 round, all ranks compute the same minimum, and all ranks launch the item with this number or end the pass.
 
 *No rank waits forever.*  Calls are asynchronous, and a rank waits only for calls that it has launched.  Consider the
 first item or round that is not complete, and a rank that has not launched it.  All calls that this rank has launched
-are complete, so it does not wait; it computes, and launches the item when it requests a later one or ends its pass.
-Each round launches an item that a rank requests, and a rank requests finitely many items in a pass.
+are complete, so the rank does not wait.  It computes, and launches the item when it requests this or a later item, or
+ends its pass.  Each round launches an item that a rank requests.  A rank requests finitely many items in a pass, so
+every pass ends.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class CallOrder:
 
     @property
     def negotiates(self) -> bool:
-        """Whether the pass is negotiated because no order exists."""
+        """Whether the current pass has no agreed order and is therefore negotiated."""
         return not self._sequence
 
     def end(self, rest: Callable[[], Iterable[int]] = lambda: ()) -> None:
@@ -112,7 +113,7 @@ class CallOrder:
         self._kind = None
 
     def forget(self, kind: Kind) -> None:
-        """Discard the order of `kind`, so that its next pass is negotiated.
+        """Discard the order of `kind`, so that the next pass of this kind is negotiated.
 
         All ranks must call this method between passes.
         """
@@ -147,7 +148,7 @@ class CallOrder:
                 return
 
     def _gathering_ahead(self, items: list[int]) -> list[int]:
-        """Move each gather ahead of the reductions directly before it, so that the gather overlaps with computation."""
+        """Return `items`, with each gather moved before the reductions that directly precede it."""
         ordered: list[int] = []
         reductions = 0  # since the last gather
         for item in items:

@@ -28,7 +28,7 @@ class GatheredWeights(FlatWeights):
     are read (`hidden_parameters`).
 
     Args:
-        offload: the store of the shard, if the shard is not in memory.
+        offload: the store for the shard; None if the shard stays in memory.
         master_copy: whether master weights are separate from the shard even if both have the same dtype.
     """
 
@@ -100,7 +100,7 @@ class GatheredWeights(FlatWeights):
         return aligned_buffer(nbytes)[:nbytes].view(self.plan.dtype)
 
     def use(self) -> Tensor:
-        """Make the parameters views of the unsharded buffer, and return the buffer."""
+        """Point the parameters to views of the gathered buffer, and return the buffer."""
         assert self._whole is not None
         if not self.is_whole:
             self._wait_for_work()
@@ -137,7 +137,7 @@ class GatheredWeights(FlatWeights):
     # ---- offloaded shards ----
 
     def prefetch(self) -> None:
-        """Start reading the shard, unless the weights are gathered."""
+        """Start reading an offloaded shard, unless the weights are gathered."""
         if self._stored is not None and self._whole is None:
             with memory_tag("weights", self.parameters):
                 self._stored.prefetch()
@@ -165,7 +165,7 @@ class GatheredWeights(FlatWeights):
         return whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
     def use_weights(self) -> None:
-        """Release the gathered memory, and replace the parameters with placeholders."""
+        """Release the gathered memory, and point the parameters to placeholders."""
         self._whole, self.is_whole = None, False
         self._hide()
 
@@ -180,7 +180,7 @@ class GatheredWeights(FlatWeights):
             show(parameter)
 
     def use_masters(self) -> None:
-        """Make the parameters unsharded copies of the master weights.  This is a collective call."""
+        """Point the parameters to unsharded copies of the master weights.  This is a collective call."""
         self.release()
         with self.in_memory():
             master = self.master if self.has_master_copy else None

@@ -60,21 +60,16 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 @dataclass(frozen=True)
 class _SavedOutside:
-    """A saved tensor that was packed by hooks around the gatherer's hooks.
+    """A saved tensor that was packed by the hooks that enclose the gatherer's hooks."""
 
-    The gatherer calls these outer hooks itself, because autograd calls only the innermost hooks.
+    # the gatherer calls these outer hooks itself, because autograd calls only the innermost hooks
 
-    Args:
-        kept: the result of the outer `pack`.
-        unpack: the outer `unpack`.
-    """
-
-    kept: Any
-    unpack: Callable[[Any], Tensor]
+    kept: Any  # the result of the outer `pack`
+    unpack: Callable[[Any], Tensor]  # the outer `unpack`
 
 
 def _enclosing_hooks() -> _Hooks | None:
-    """Return the active hooks for saved tensors, such as those of `torch.utils.checkpoint`."""
+    """Return the innermost active hooks for saved tensors, or None."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
@@ -84,8 +79,8 @@ class Gatherer:
 
     Args:
         groups: for each group, the weights that are gathered together.
-        buckets: the buckets of gradients, whose reductions share one order with the gathers.
-        needs: pairs of a module that needs gathered weights, and the indices of its groups.
+        buckets: the gradient buckets; `CallOrder` orders their reductions and the gathers.
+        needs: (module, indices of its groups) for each module that needs gathered weights.
         comm: the communicator of all ranks that compute the same modules.
     """
 
@@ -175,7 +170,7 @@ class Gatherer:
             self._order.advance(self._is_ready)
 
     def reduce_early(self, number: int) -> bool:
-        """Reduce bucket `number` without its missing gradients, unless the ranks have agreed on the order of the pass.
+        """Start to reduce the incomplete bucket `number`, if the order of the pass is being negotiated.
 
         Returns:
             Whether the reduction has started.
@@ -186,14 +181,14 @@ class Gatherer:
         return True
 
     def forget_order(self) -> None:
-        """Discard the agreed order of backward passes, so that the next backward pass negotiates a new order.
+        """Make the next backward pass negotiate a new order.
 
         All ranks must call this method.
         """
         self._order.forget("backward")
 
     def release(self) -> None:
-        """Release all groups after a pass has ended or the weights have changed."""
+        """Release the gathered weights of all groups."""
         for group in self._groups:
             for weights in group:
                 weights.release()
@@ -207,7 +202,7 @@ class Gatherer:
         return all(weights.is_whole for group in self._groups for weights in group)
 
     def one_by_one(self) -> Iterator[list[nn.Parameter]]:
-        """Yield all parameters, one bucket at a time, with unsharded values.  This is a collective call."""
+        """Yield the parameters of one bucket at a time, with unsharded values.  This is a collective call."""
         self.release()
         every = [weights for group in self._groups for weights in group]
         for weights, following in zip(every, [*every[1:], None], strict=True):
@@ -244,7 +239,7 @@ class Gatherer:
     def keep_others(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Set the hooks `pack` and `unpack` for saved tensors that are not weights.
 
-        The gatherer must call these hooks, because autograd calls only the innermost hooks.
+        The gatherer calls these hooks, because autograd calls only the innermost hooks.
         """
         self._keep, self._fetch = pack, unpack
 
@@ -276,7 +271,7 @@ class Gatherer:
         return self._buckets[item - len(self._groups)].ready
 
     def _left(self) -> list[int]:
-        """Return the items of the buckets that were not reduced in this pass, or received late gradients."""
+        """Return the items of buckets that were not reduced in this pass, or received late gradients."""
         return [
             len(self._groups) + number
             for number, bucket in enumerate(self._buckets)
@@ -296,7 +291,7 @@ class Gatherer:
             Variable._execution_engine.queue_callback(self._passed)
 
     def _passed(self) -> None:
-        """Call `without_gradients` at the end of a backward pass that the gradient reducer has not ended."""
+        """Call `without_gradients` if the gradient reducer has not ended the backward pass."""
         if self._order.kind == "backward":
             self.without_gradients()
 
@@ -381,12 +376,10 @@ class Gatherer:
         return excluded_from_dynamo(after_forward)
 
     def _around_part(self, needs: list[int]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks for a submodule that `torch.utils.checkpoint` may recompute without the enclosing module.
-
-        These hooks have an effect only if the gatherer's hooks for saved tensors are not active, or are hidden by
-        other hooks, such as those of the checkpoint.  So the submodule saves the same tensors in its forward pass and
-        in its recomputation.
-        """
+        """Return hooks for a submodule that a checkpoint may recompute without the enclosing module."""
+        # The hooks have an effect only if the gatherer's hooks for saved tensors are not active, or are hidden
+        # by other hooks, such as those of `torch.utils.checkpoint`.  So the submodule saves the same tensors in
+        # its forward pass and in its recomputation.
         gathered: list[list[int]] = []  # the groups that each running call needs
 
         def before(*_: Any) -> None:
@@ -407,7 +400,7 @@ class Gatherer:
         return excluded_from_dynamo(before), excluded_from_dynamo(after)
 
     def _enter_hooks(self, outer: _Hooks | None) -> saved_tensors_hooks:
-        """Enter the hooks for saved tensors, within the hooks `outer`."""
+        """Enter the gatherer's hooks for saved tensors, within the hooks `outer`."""
         ours = outer is not None and outer[0] == self._pack  # of an enclosing module
         self._outer.append(self._outer[-1] if ours else outer)
         context = saved_tensors_hooks(self._pack, self._unpack)
@@ -443,7 +436,7 @@ class Gatherer:
 
 
 def _parts(module: nn.Module, owners: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the submodules of `module` that have parameters, except `owners` and all modules in or around an owner."""
+    """Yield submodules that have parameters and do not overlap with an owner (neither contains the other)."""
     for child in module.children():
         if child not in owners:
             if any(True for _ in child.parameters()) and not any(part in owners for part in child.modules()):

@@ -5,9 +5,8 @@
     parameter.sum()             # RuntimeError that names the engine methods to use
     show(parameter)             # an ordinary parameter again
 
-Calling `hide` without a reason means that the values are not on this rank.  `loss_parameters` passes a reason, and
-hides existing values.  A backward pass can use parameters that were hidden with a reason, because it may recompute a
-module.
+Calling `hide` without a reason means that the values are not on this rank.  With a reason, the values may be on this
+rank (`loss_parameters`), and a backward pass can use them, because it may recompute a module.
 
 The class of a hidden parameter has a `__torch_function__`.  A shown parameter is a plain `nn.Parameter`, so operations
 of the model have no overhead.
@@ -73,7 +72,6 @@ class _Hidden(Tensor):
     """Why the values cannot be used; None if they are not on this rank."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a description without values."""
         return f"{self.name_of_hidden}: {self.dtype} of shape {tuple(self.shape)}, hidden"
 
     def __format__(self, _: str) -> str:
@@ -117,7 +115,7 @@ def hide(parameter: nn.Parameter, name: str, reason: str | None = None) -> None:
 
 
 def show(parameter: nn.Parameter, reason: str | None = None) -> None:
-    """Make a hidden parameter an ordinary parameter; given `reason`, only if it was hidden for the same reason."""
+    """Make a hidden parameter an ordinary parameter; with a `reason`, only if it was hidden for that reason."""
     if type(parameter) is _HiddenParameter and reason in (None, parameter.reason):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         del parameter.name_of_hidden, parameter.reason

@@ -38,7 +38,7 @@ buffers outside of blocks.  Tensors shared with an earlier block are already fil
 
 
 class WeightSource(Protocol):
-    """A source of tensor values from which any box can be read, such as `models.hf.pretrained.Weights`.
+    """A source of tensor values from which any `Box` can be read, such as `models.hf.pretrained.Weights`.
 
     If a model on the meta device has a source as its attribute `weight_source`, each rank reads its shards from this
     source.
@@ -52,7 +52,7 @@ class WeightSource(Protocol):
         """Return whether the source has values for a tensor."""
 
     def read(self, requests: Sequence[tuple[str, Box, Tensor]]) -> object:
-        """Read boxes of tensors; each request is a name, a box, and the destination tensor."""
+        """Read boxes of tensors; each request is (name, box, destination tensor)."""
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -61,12 +61,12 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def stand_in(models: Sequence[nn.Module], device: torch.device) -> dict[int, torch.dtype]:
-    """Replace meta parameters with placeholders, and allocate meta buffers on `device`; tied tensors remain tied.
+    """Replace meta parameters with placeholders, and meta buffers with zeros on `device`.
 
-    The models can share modules and parameters.
+    Tied tensors remain tied.  The models can share modules and parameters.
 
     Returns:
-        The dtypes of all parameters, by `id(parameter)`.
+        A dict that maps the `id` of each parameter to its dtype.
     """
     placeholders: dict[int, Tensor] = {}
     for module in nn.ModuleList(models).modules():
@@ -102,8 +102,8 @@ def fill_model(
     Args:
         complete: the model before it was divided into stages, with the same parameters.
         weights: the flat buffers of parameters; parameters outside of these buffers get separate memory.
-        layouts: the parts of parameters that ranks store; `initialize` fills complete parameters.
-        types: the original dtypes of the parameters, by `id(parameter)`.
+        layouts: maps parameter names to layouts.
+        types: maps the `id` of each parameter to its original dtype.
     """
     places = {id(p): (weight, index) for weight in weights for index, p in enumerate(weight.parameters)}
     known = {id(p): layouts[name] for name, p in complete.named_parameters()}
@@ -156,7 +156,7 @@ def allocate(model: nn.Module, weights: Sequence[FlatWeights], types: Mapping[in
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, whether its submodules are included): blocks, then modules outside of blocks."""
+    """Yield (name, block, True) for each block, and then (name, module, False) for each module outside of blocks."""
     blocks = blocks_of(model)
     inside = {module for _, block in blocks for module in block.modules()}
     for name, block in blocks:
@@ -172,7 +172,7 @@ def _in_memory(
     types: Mapping[int, torch.dtype],
     shapes: Mapping[int, tuple[int, ...]],
 ) -> Iterator[None]:
-    """Return a context manager that gives `parameters` memory, with their original dtypes and complete shapes."""
+    """Return a context manager within which `parameters` have memory, original dtypes and complete shapes."""
     places = [parameter.data for parameter in parameters]
     for parameter, place in zip(parameters, places, strict=True):
         key = id(parameter)
@@ -195,7 +195,7 @@ def broadcast_parameters(
     groups: Groups,
     names: Collection[str] | None = None,
 ) -> None:
-    """Broadcast each parameter and buffer from the first of the ranks that store it.  This is a collective call.
+    """Broadcast each parameter and buffer from the first rank that stores it.  This is a collective call.
 
     Args:
         names: the names of the tensors to broadcast; None for all.
@@ -211,7 +211,7 @@ def broadcast_parameters(
 
 
 def broadcast_from_first(model: nn.Module, comm: Communicator) -> None:
-    """Broadcast from rank 0 all parameters and buffers that are not on the meta device, before they are split.
+    """Broadcast the parameters and buffers of an unsplit model from rank 0, except meta tensors.
 
     This is a collective call.
     """

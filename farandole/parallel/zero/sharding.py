@@ -4,8 +4,8 @@
     plan.trained[0].ranks.column       # the ranks whose gradients are summed
     plan.trained[0].ranks.shards       # the ranks among which states, gradients and weights are sharded
 
-The plan is computed from layouts without communication, with the same result on all ranks, so the planner can use it
-for models on the meta device and any number of ranks.
+The plan is computed from layouts without communication, with the same result on all ranks.  This also works for models
+on the meta device and for any number of ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class ReductionRanks:
         column: all ranks whose gradients are summed.
         shards: the ranks in the column among which the sum is sharded, in shard order.
         replicas: the ranks in the column that have the same shard as the given rank.
-        weight: the coefficient of this rank's gradient in the sum; None if the sum is the average over the column.
+        weight: the coefficient of the given rank's gradient in the sum; None if the sum is the average over the
+            column.
         key: a key that is equal for parameters with the same reduction.
     """
 
@@ -58,7 +59,7 @@ class ReductionRanks:
 
     @property
     def holders(self) -> int:
-        """The number of ranks in all columns that have the same shard of the sum as the given rank."""
+        """The number of ranks, over all columns, that have the same shard of the sum as the given rank."""
         return len(self.replicas) * len(self.copies) // len(self.column)
 
     def number(self, rank: int) -> int:
@@ -94,7 +95,7 @@ class BucketPlan:
 
     @property
     def filling(self) -> Filling:
-        """How gradients are put into the bucket."""
+        """The method of filling the bucket with gradients."""
         if len(self.parameters) > 1:
             return "copied"
         same = self.dtype == self.master_dtype
@@ -130,7 +131,7 @@ def box_mesh(
 
     Args:
         hosts: the host of every rank.
-        data_shard: unless "all", factor the data axis into "data.replicate" and "data.shard"; see `Plan`.
+        data_shard: see `Plan`; if not "all", the data axis is factored into "data.replicate" and "data.shard".
         sizes: the size of each axis; by default, the mesh has only a `data` axis.
 
     Raises:
@@ -148,15 +149,7 @@ def box_mesh(
 
 
 def _per_host(counts: Sequence[int], data: int) -> int:
-    """Return how many ranks of the data axis are on each host.
-
-    Args:
-        counts: the number of ranks on each host.
-        data: the size of the data axis.
-
-    Raises:
-        PlanError: if hosts have different numbers of ranks, or `data` is not a multiple of the number of hosts.
-    """
+    """Return the size of the data axis within one host; `counts` contains the number of ranks on each host."""
     if len(set(counts)) > 1:
         raise PlanError(
             "data_shard='host' requires the same number of ranks on each host, got "
@@ -172,7 +165,7 @@ def _per_host(counts: Sequence[int], data: int) -> int:
 
 
 def replicated_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Return layouts by name for a model whose parameters are complete on every rank.
+    """Return a dict that maps parameter names to layouts, for a model that is complete on every rank.
 
     Tied parameters are listed once.
     """
@@ -197,15 +190,15 @@ def plan_sharding(
     Args:
         layouts: the layouts of all parameters on the mesh, in the same order on all ranks.
         dtype: the dtype in which the model computes; None for the dtypes of the parameters.
-        flat: whether parameters are moved into flat buffers; by default, they are moved if states are sharded or
-            `dtype` is given.
+        flat: whether parameters are moved into flat buffers; by default, True if states are sharded or `dtype` is
+            given.
         gathered: whether weights are gathered block by block.
-        bucket_bytes: the approximate size of a bucket in bytes of parameters.
+        bucket_bytes: the approximate size of a bucket's parameters in bytes.
         stages: maps each parameter name to the pipeline stages that contain the parameter; the parameters of a bucket
             belong to the same stages.
 
     Raises:
-        LayoutError: if different ranks sum the gradients of different parts of a tensor.
+        LayoutError: if the gradients of different parts of a tensor are summed over different groups of ranks.
     """
     flat = zero > 0 or dtype is not None if flat is None else flat
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -266,10 +259,9 @@ def plan_sharding(
 def moves_parameters(
     zero: int, dtype: torch.dtype | None, offload: str, layouts: Mapping[str, Layout]
 ) -> bool:
-    """Return whether parameters are moved to flat buffers, so that optimizers update tensors other than the parameters.
+    """Return whether parameters are moved to flat buffers.
 
-    This is necessary if ranks update different elements, because an axis or ZeRO shards parameters, or if the optimizer
-    updates master weights.
+    This is necessary if an axis shards parameters, if ZeRO shards states, or if the optimizer updates master weights.
     """
     sharded = any(layout.shards for layout in layouts.values())
     return zero > 0 or dtype is not None or offload != "none" or sharded
@@ -325,7 +317,7 @@ def _ranks(mesh: Mesh, reduction: Reduction, rank: int, zero: int) -> ReductionR
 
 @functools.lru_cache(maxsize=1024)
 def _divided(mesh: Mesh, column: tuple[int, ...], zero: int) -> list[tuple[int, ...]]:
-    """Divide the ranks of a column into groups; each group stores one copy of the sum, sharded among its ranks."""
+    """Divide the ranks of a column into groups; each group shards one copy of the sum."""
     parts: dict[tuple[object, ...], list[int]] = {}
     for each in column:
         cells = mesh.of_rank(each)
@@ -344,10 +336,12 @@ def _stages_on(mesh: Mesh, rank: int) -> tuple[int, ...]:
 def fill(
     parameters: Iterable[nn.Parameter], bucket_bytes: int, keys: Mapping[int, object] | None = None
 ) -> list[list[nn.Parameter]]:
-    """Assign parameters to buckets of about `bucket_bytes` in the given order; a bucket has one dtype, device and key.
+    """Group parameters into buckets of about `bucket_bytes`, in order; a bucket has one dtype, device and key.
 
-    A parameter of at least this size gets a separate bucket, so that its gradient need not be copied (`bucket`).
-    `keys` maps `id(parameter)` to a key.
+    A parameter of at least `bucket_bytes` gets a separate bucket, so that its gradient need not be copied (`bucket`).
+
+    Args:
+        keys: maps the `id` of each parameter to a key.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, object], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
@@ -364,7 +358,7 @@ def fill(
 
 
 def master_type(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's master weights: the dtype in which the model was created, at least fp32."""
+    """Return the dtype of a parameter's master weights: the parameter's dtype, but at least fp32."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
@@ -376,7 +370,7 @@ def _of_statistics(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is frozen and is a plain floating-point tensor, neither integer nor quantized."""
+    """Return whether a parameter is frozen and an ordinary floating-point tensor."""
     plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor
     return not parameter.requires_grad and plain
 
@@ -457,7 +451,7 @@ class FlatLayout:
         return buffer[number * self.shard_length : (number + 1) * self.shard_length]
 
     def ranges(self, number: int) -> list[FlatRange]:
-        """Return the parts of tensors that are in shard `number`, in order; empty tensors have none."""
+        """Return the parts of tensors that are in shard `number`, in order; empty tensors are omitted."""
         low, high = number * self.shard_length, (number + 1) * self.shard_length
         found = []
         for index, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):

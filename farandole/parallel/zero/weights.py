@@ -7,8 +7,8 @@ the master weights share memory with the model's weights.
     GatheredWeights    each rank has its shard, in memory or offloaded; blocks gather their weights (`gathered_weights`)
 
 Ranks that share a buffer read all of it, and each updates its own shard in place, without gathering.  Two barriers
-separate reads and writes (`Engine`): no rank updates before all ranks have finished their backward passes, and no rank
-reads before all ranks have updated.
+separate reads and writes (`Engine`): no rank updates its shard before all ranks have finished their backward passes,
+and no rank reads the buffer before all ranks have updated their shards.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class FlatWeights(ABC):
 
     @abstractmethod
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks call this method with the same values."""
+        """Set the weights and master weights of parameter `index`.
+
+        All ranks must call this method with the same values.
+        """
 
     @abstractmethod
     def all_gather_async(self) -> None:
@@ -106,7 +109,7 @@ class FlatWeights(ABC):
     def in_memory(
         self, *, write: bool = False, blank: bool = False, device: torch.device | None = None
     ) -> Iterator[None]:
-        """Return a context manager in which `shard` contains its values, even if the shard is offloaded.
+        """Return a context manager within which the values of `shard` are in memory, even if it is offloaded.
 
         Changes to an offloaded shard are kept only if `write` is True.  With `blank`, an offloaded shard is not read,
         because the caller will write all of its values.  If possible, an offloaded shard is read into memory on
@@ -137,7 +140,7 @@ class FlatWeights(ABC):
         return self._layout.views(whole)
 
     def _master_shard(self) -> Tensor:
-        """Return a copy of this rank's shard in the master weights' dtype, from the parameters' original memory."""
+        """Return a copy of this rank's shard of the parameters, in the master weights' dtype."""
         shard = torch.zeros(self._layout.shard_length, dtype=self.plan.master_dtype, device=self.plan.device)
         for part in self._layout.ranges(self.number):
             if is_placeholder(self.parameters[part.index]):
@@ -155,7 +158,7 @@ class FlatWeights(ABC):
         return copy if self.has_master_copy else self.shard
 
     def _set_range(self, shard: Tensor, index: int, values: Tensor) -> None:
-        """Copy to `shard` those `values` of parameter `index` that belong to this rank's shard."""
+        """Copy this rank's part of parameter `index` from `values` to `shard`."""
         for part in self._layout.ranges(self.number):
             if part.index == index:
                 own = values.reshape(-1)[part.start : part.start + part.length]
@@ -220,7 +223,10 @@ class WholeWeights(FlatWeights):
         return is_same_memory(self.parameters[index], self._views[index])
 
     def set_values(self, index: int, values: Tensor) -> None:
-        """Set the weights and master weights of parameter `index`; all ranks call this method with the same values."""
+        """Set the weights and master weights of parameter `index`.
+
+        All ranks must call this method with the same values.
+        """
         if self.comm is None or not self.shared or self.comm.rank == 0:
             self._views[index].copy_(values)
         if self.has_master_copy and self.master is not None:

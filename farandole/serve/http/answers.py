@@ -14,7 +14,7 @@ from farandole.serve.request import Logprob, Output
 
 
 class TokenTexts:
-    """Converts tokens to the bytes and texts that a response with log-probabilities contains."""
+    """Converts tokens to bytes and texts for responses with log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -34,7 +34,7 @@ class TokenTexts:
         return text.replace("▁", " ").encode()
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; a token with an incomplete character is shown as bytes, as in OpenAI's API."""
+        """Return a token's text; an incomplete character is shown as bytes, as in OpenAI's API."""
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -44,11 +44,8 @@ class TokenTexts:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table, which maps characters to bytes.
-
-    Printable bytes are represented by their own characters, and the other bytes by the characters from code
-    point 256 on.
-    """
+    """Return GPT-2's table, which maps characters to bytes."""
+    # printable bytes are represented by their own characters, other bytes by characters from code point 256 on
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

@@ -52,7 +52,7 @@ class ServedModel(Protocol):
 
 
 class ModelServer:
-    """An application that starts a model, and has endpoints that describe the model.
+    """A web application that starts a model, with endpoints that describe the model.
 
     Subclasses add the endpoints that run the model.
 
@@ -152,7 +152,7 @@ class ModelServer:
         return f"this server has {', '.join(map(repr, self._names))}"
 
     async def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Tokenize texts without blocking the event loop, and add special tokens if `special` is True."""
+        """Tokenize texts without blocking the event loop."""
         encode = self._tokenizer.encode_batch
         encodings = await asyncio.to_thread(encode, list(texts), add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
@@ -182,7 +182,7 @@ class ModelServer:
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, T]) -> T | Response:
-    """Return the result of `answer`.
+    """Await `answer`, and return its result.
 
     If the client disconnects first, cancel `answer`, and return a response with status 499.
     """
@@ -216,7 +216,7 @@ def error_body(message: str, code: str, param: str | None = None, kind: str = ""
 def error_answer(
     status: int, message: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """Return the response with an HTTP status and an error in OpenAI's format; see `error_body`."""
+    """Return a response with an HTTP status and an error in OpenAI's format; see `error_body`."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return JSONResponse({"error": error_body(message, code, param, kind)}, status, headers)
 

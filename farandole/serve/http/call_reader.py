@@ -1,4 +1,4 @@
-"""Read a tool call in JSON as it arrives."""
+"""Parse a tool call in JSON while its text arrives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Call:
 
     Args:
         name: the name of the tool, or "" if `arguments` continues the previous call.
-        arguments: the arguments as the model writes them: normally a JSON object.
+        arguments: the arguments exactly as the model wrote them, normally a JSON object.
     """
 
     name: str
@@ -31,15 +31,15 @@ class Call:
 
 
 class CallReader:
-    """Reads one call: a JSON object with a name and arguments, in any order.
+    """Parses one tool call: a JSON object with a name and arguments, in any order.
 
-    The call begins when the name of a known tool and the first brace of the arguments have arrived.  From then on, the
-    arguments are returned as they arrive.  They end when their brackets are balanced, or before the first character
-    that makes the JSON invalid.  Like OpenAI's API, the reader does not check whether the arguments are valid,
+    The call begins when the name of a known tool and the first brace of the arguments have arrived.  From then on,
+    `read` returns the arguments as they arrive.  The arguments end when their brackets are balanced, or before the
+    first character that makes the JSON invalid.  Like OpenAI's API, the reader does not validate the arguments,
     because their beginning may have been sent before an error is found.
 
     Args:
-        key: the key of the arguments.
+        key: the JSON key of the arguments.
         names: the names of the tools.
         before: the delimiter that has already been read; the attribute `text` starts with this delimiter.
     """
@@ -58,7 +58,11 @@ class CallReader:
         next(self._parser)
 
     def read(self, text: str) -> tuple[int, list[Call]]:
-        """Read `text`; return how many of its characters belong to the call, and the new parts of the call."""
+        """Parse more text.
+
+        Returns:
+            The number of characters of `text` that belong to the call, and the new parts of the call.
+        """
         count = len(text)
         for at, character in enumerate(text):
             try:
@@ -81,7 +85,7 @@ class CallReader:
     # ---- the parser ----
 
     def _object(self) -> Generator[None, str, int]:
-        """Parse the call; return 1 if the last character that was read belongs to the call, and 0 otherwise."""
+        """Parse the call; return 1 if the last character received belongs to the call, else 0."""
         try:
             _expect("{", (yield from _after_space()))
             character = yield from _after_space()
@@ -100,7 +104,7 @@ class CallReader:
         return 1
 
     def _member(self, key: str, first: str) -> _Next:
-        """Parse the value of `key`, which starts with `first`, and return the first character after the value."""
+        """Parse the value of `key`, and return the first character after the value."""
         if key == self._key and not self._has_arguments:
             _expect("{", first)
             self._has_arguments = True
@@ -136,7 +140,7 @@ def _after_space() -> _Next:
 
 
 def _value(character: str, add: Callable[[str], object]) -> _Next:
-    """Parse a value, call `add` with each of its characters, and return the first character after the value."""
+    """Parse a JSON value, call `add` with each of its characters, and return the first character after the value."""
     open_brackets: list[str] = []
     while True:
         if character == '"':
@@ -162,7 +166,7 @@ def _value(character: str, add: Callable[[str], object]) -> _Next:
 
 
 def _string(add: Callable[[str], object]) -> Generator[None, str, None]:
-    """Parse a string after its opening quotation mark, and call `add` with each character up to the closing mark."""
+    """Parse a string after its opening quotation mark, and call `add` with each character."""
     while True:
         character = yield
         if character < " ":

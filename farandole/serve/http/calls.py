@@ -42,7 +42,7 @@ class CallFormat:
     """A tool-call format.
 
     Args:
-        start, end: the delimiters of a call; if they are empty, a call has no delimiters and is the whole text.
+        start, end: the delimiters of a call; both are empty if a call is the whole text.
         key: the JSON key of the arguments.
     """
 
@@ -60,18 +60,17 @@ class CallFormat:
         reasons: bool,
         is_reasoning: bool,
     ) -> str:
-        """Return a grammar for llguidance that accepts only texts whose calls are all valid.
+        """Return an llguidance grammar that accepts a text only if all its tool calls are valid.
 
         Args:
             tools: a dict that maps the name of each tool to the JSON schema of its arguments.
             required: whether the text after the reasoning must consist only of calls.
             several: whether more than one call is allowed.
             reasons: whether the model may reason before the text.
-            is_reasoning: whether the prompt ends within the reasoning.
+            is_reasoning: whether the prompt ends with `<think>`.
 
         Raises:
-            RequestError: if a delimiter is not a token, because a grammar then cannot separate the delimiter from the
-                preceding text.
+            RequestError: if a delimiter is not a token of the model.
         """
         rules = [
             f"args{number}: %json {json.dumps(_spaced(each))}" for number, each in enumerate(tools.values())
@@ -139,8 +138,8 @@ def find_format(template: str) -> CallFormat:
 
 
 def _token(tokenizer: Tokenizer, mark: str) -> str:
-    """Return the delimiter `mark` in the grammar's syntax; raise RequestError if `mark` is not a token of the model."""
-    if tokenizer.token_to_id(mark) is None:
+    """Return the delimiter `mark` in the grammar's syntax; raise RequestError if `mark` is not a token."""
+    if tokenizer.token_to_id(mark) is None:  # a grammar cannot separate the delimiter from the preceding text
         raise RequestError(
             "tool_choice",
             f"tool calls cannot be constrained, because {mark} is not a token of the model; use tool_choice='auto' without "

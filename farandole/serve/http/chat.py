@@ -1,4 +1,4 @@
-"""Convert chat requests into prompts and parameters for the engine, and replies into messages or deltas."""
+"""Convert chat requests into prompts and engine parameters, and replies into messages or deltas."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Chat:
     Args:
         prompt: the rendered conversation.
         form: the tool-call format, or None if the model must not call tools.
-        tools: the tools that the model may call, by name.
+        tools: the tools that the model may call, keyed by name.
         reasons: whether the text may start with reasoning.
-        is_reasoning: whether the prompt ends within the reasoning.
+        is_reasoning: whether the prompt ends with `<think>`.
     """
 
     prompt: str
@@ -36,7 +36,7 @@ class Chat:
     is_reasoning: bool
 
     def reply(self) -> Reply:
-        """Return a new `Reply`, which splits the text of one sequence into reasoning, content and calls."""
+        """Return a new `Reply` to parse the text of one sequence."""
         return Reply(self.form, self.tools, reasons=self.reasons, is_reasoning=self.is_reasoning)
 
 
@@ -118,7 +118,7 @@ def message_of(reply: Part) -> dict[str, Any]:
 def deltas_of(part: Part, before: int) -> list[dict[str, Any]]:
     """Convert a new part of a streamed reply to one or more deltas in OpenAI's format.
 
-    The first delta of a call has the name and empty arguments.  The following deltas extend the arguments.
+    The first delta of a call contains the name and empty arguments.  Later deltas extend the arguments.
 
     Args:
         before: the number of calls in the earlier parts of the reply.

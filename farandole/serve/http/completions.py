@@ -30,33 +30,21 @@ from farandole.serve.text import TextStream
 
 @dataclass(frozen=True)
 class _Job:
-    """A request in progress.
-
-    Args:
-        head: the common fields of all parts of the response.
-        tickets: the engine's requests, one per prompt.
-        choices: the choices of all prompts, `n` for each prompt.
-        echoes: for each prompt, the text to prepend to its choices: the prompt if `echo` is set, otherwise an empty
-            string.
-        replies: for each choice of a chat, the reader that divides its text into reasoning, content and calls;
-            otherwise empty.
-    """
+    """A request in progress."""
 
     request: CompletionRequest | ChatRequest
-    head: dict[str, Any]
-    tickets: list[Ticket]
-    choices: list[Choice]
-    echoes: list[str]
-    replies: list[Reply]
+    head: dict[str, Any]  # the common fields of all parts of the response
+    tickets: list[Ticket]  # one per prompt
+    choices: list[Choice]  # `n` per prompt
+    echoes: list[str]  # the text to prepend to the choices of each prompt: the prompt or ""
+    replies: list[Reply]  # one per choice of a chat; otherwise empty
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of tokens in all prompts."""
         return sum(len(ticket.prompt) for ticket in self.tickets)
 
     @property
     def usage(self) -> dict[str, int]:
-        """Return the counts of prompt, completion and total tokens so far, as in the field `usage` of a response."""
         return usage(self.prompt_tokens, sum(choice.tokens for choice in self.choices))
 
 
@@ -106,18 +94,13 @@ class Server(ModelServer):
             return JSONResponse(own | self._service.stats(), headers={"cache-control": "no-store"})
 
     def _select(self, model: str, sampling: Sampling) -> Sampling:
-        """Return `sampling` with the adapter named `model`, or unchanged if `model` is the base model."""
+        """Return `sampling` with the adapter named `model`, or unchanged if `model` names the base model."""
         self._check_model(model)
         return sampling if model == self._name else replace(sampling, lora=model)
 
     async def _check(self, prompt: list[int], sampling: Sampling) -> None:
-        """Check a request.
-
-        Constrained requests are checked in another thread, because compiling a large grammar would block the event
-        loop.
-        """
         check = self._service.engine.check
-        if sampling.is_constrained:
+        if sampling.is_constrained:  # compiling a large grammar would block the event loop
             await asyncio.to_thread(check, prompt, sampling)
         else:
             check(prompt, sampling)
@@ -239,10 +222,7 @@ class Server(ModelServer):
         return JSONResponse({**job.head, "choices": found, "usage": job.usage})
 
     async def _stream(self, job: _Job) -> AsyncIterator[str]:
-        """Yield the server-sent events of the response.
-
-        When the client disconnects, this generator is closed, and then cancels the requests.
-        """
+        """Yield the server-sent events of the response."""
         try:
             try:
                 async with asyncio.timeout(self._limits.request_s):
@@ -252,7 +232,7 @@ class Server(ModelServer):
                 message = f"the request took more than {self._limits.request_s:g} s"
                 yield _event({"error": error_body(message, "timeout")})
             yield "data: [DONE]\n\n"
-        finally:
+        finally:  # also reached if the client disconnects, because this generator is then closed
             self._service.cancel(job.tickets)
 
     async def _events(self, job: _Job) -> AsyncIterator[str]:
@@ -313,13 +293,13 @@ class Server(ModelServer):
             yield _event({**job.head, "choices": [], "usage": job.usage})
 
     def _failure(self) -> tuple[int, str, str]:
-        """Return the HTTP status, the message and the code of the error for a request that the engine ended."""
+        """Return the HTTP status, the message and the code for a request that ended with an error."""
         if self._service.failure is not None:
             return 503, f"the service has ended: {self._service.failure}", "service_ended"
         return 500, "the engine failed; see the server's log", "internal_error"
 
     def _with_offsets(self, ticket: Ticket, logprobs: Sequence[Any]) -> list[tuple[Any, int]]:
-        """Return each log-probability of a prompt token with the offset of this token in the text of the prompt."""
+        """Pair each prompt token's log-probabilities with the token's offset in the prompt text."""
         found, text = [], TextStream(self._found.tokenizer)
         for before, logprob in zip(ticket.prompt, logprobs, strict=False):
             text.add(before)

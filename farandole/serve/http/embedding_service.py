@@ -1,7 +1,6 @@
 """Compute embeddings in a thread, for clients in an asyncio event loop.
 
-The thread embeds all waiting sequences together, up to `token_budget` tokens at a time, and sleeps while no sequence
-is waiting.
+The thread embeds waiting sequences in batches of up to `token_budget` tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class EmbeddingService:
 
     Args:
         max_waiting: the maximum number of waiting sequences.
-        token_budget: the maximum number of tokens per batch; a longer sequence forms a separate batch.
+        token_budget: the maximum number of tokens per batch; a longer sequence is embedded alone.
     """
 
     def __init__(self, encoder: Encoder, *, max_waiting: int = 2048, token_budget: int = 4096) -> None:
@@ -96,8 +95,8 @@ class EmbeddingService:
         """Add all sequences to the queue, or none if an error is raised.  Call this method from the event loop.
 
         Returns:
-            A future for each sequence, in order, with the fp32 embedding of shape (width) as its result.  Embeddings
-            of canceled futures are not computed.  If the encoder fails, the futures raise EmbeddingError.
+            A future for each sequence, in order, whose result is the fp32 embedding of shape (width).  Sequences of
+            canceled futures are not embedded.  If the encoder fails, the futures raise EmbeddingError.
 
         Raises:
             RequestError: if the encoder cannot embed a sequence.

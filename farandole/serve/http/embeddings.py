@@ -97,7 +97,7 @@ class EmbeddingServer(ModelServer):
 
 
 def _encoded(embedding: Tensor, form: str) -> list[float] | str:
-    """Return `embedding` as a list if `form` is "float", and otherwise as little-endian fp32 bytes in base64."""
+    """Return `embedding` as a list if `form` is "float", else as little-endian fp32 bytes in base64."""
     if form == "float":
         values: list[float] = embedding.tolist()
         return values

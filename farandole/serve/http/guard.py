@@ -62,13 +62,13 @@ def read_keys(path: Path) -> list[bytes]:
 
 
 class Guard:
-    """Middleware that refuses requests without a valid key, and bodies that are too large or arrive too slowly."""
+    """Middleware that rejects requests without a valid key, and bodies that are too large or arrive too slowly."""
 
     def __init__(self, app: Any, limits: Limits, keys: Sequence[bytes]) -> None:
         self._app, self._limits, self._keys = app, limits, list(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it to the application."""
+        """Reject a request, or pass it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -110,17 +110,14 @@ class Guard:
         await self._app(scope, again, send)
 
     def _is_known(self, header: bytes) -> bool:
-        """Return whether an Authorization header contains a valid key.  The time does not depend on the result."""
+        """Check in constant time whether an Authorization header contains a valid key."""
         scheme, _, key = header.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._keys]
         return any(found) and scheme.lower() == b"bearer"
 
     async def _read(self, receive: Receive, limit: int) -> bytes | None:
-        """Return the body, or None if the body is larger than `limit`.
-
-        If the client disconnects, the result is empty.  If the body takes longer than `body_s`, raise TimeoutError.
-        """
+        """Return the body, b"" if the client disconnects, or None if the body is larger than `limit`."""
         parts, size = [], 0
         async with asyncio.timeout(self._limits.body_s):
             while True:

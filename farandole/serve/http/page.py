@@ -1,10 +1,9 @@
-"""The page at `/`: a self-contained document that shows the server's state, and offers a chat or compares texts.
+"""The page at `/`: the server's state, and a chat or, for an encoder, a comparison of texts.
 
-The page polls `/stats` while the page is visible, and stores the history in the browser.  While no page is open, the
-server does no work for the page.
+The page polls `/stats` while visible, and keeps recent states in the browser.
 
-The Content-Security-Policy allows the page's own script and style, and connections to the same server.  Trusted types
-make the browser refuse to interpret text as HTML, so that the output of a model cannot add elements to the document.
+The Content-Security-Policy allows the page's own script and style, and connections to the same server.  Trusted Types
+prevent the browser from interpreting a model's output as HTML.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from pathlib import Path
 
 
 def read_page(name: str) -> tuple[str, dict[str, str]]:
-    """Return a document from `pages/`, and the HTTP headers to send with the document.
-
-    The page header, the style sheet and the script are inlined in the document.
-    """
+    """Return a page from `pages/`, with its style sheet and script inlined, and the HTTP headers of the page."""
     folder = Path(__file__).parent / "pages"
 
     def read(file: str) -> str:
@@ -52,7 +48,7 @@ def read_page(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _hashes(text: str, tag: str) -> str:
-    """Return the Content-Security-Policy sources that permit the inline elements with the name `tag` in a document."""
+    """Return the Content-Security-Policy sources that permit the inline `tag` elements of a document."""
     digests = [
         hashlib.sha256(content.encode()).digest()
         for content in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

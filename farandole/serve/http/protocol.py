@@ -1,7 +1,6 @@
-"""The fields of HTTP requests, and their conversion to the parameters of the engine.
+"""Define the fields of HTTP requests, and convert the fields to engine parameters.
 
-Unknown fields, and fields of OpenAI's API that are not supported, are errors.  A field with the value null counts
-as absent.
+Unknown and unsupported fields are errors.  A field with the value null is treated as absent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class Fields(BaseModel):
-    """The base class of all requests and their parts."""
+    """The base class of requests and of the objects nested in requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,7 +29,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, values: Any) -> Any:
-        """Refuse strings with unpaired surrogates, which JSON permits but UTF-8 cannot encode."""
+        """Reject strings with unpaired surrogates, which JSON permits but UTF-8 cannot encode."""
         for name, value in values.items() if isinstance(values, dict) else ():
             try:
                 json.dumps(value, ensure_ascii=False).encode()
@@ -46,7 +45,7 @@ class StreamOptions(Fields):
 
 
 class JSONSchema(Fields):
-    """A named JSON schema, to which the output always conforms."""
+    """A named JSON schema for the output."""
 
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]

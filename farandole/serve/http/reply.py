@@ -36,17 +36,17 @@ class Part:
 
 
 class Reply:
-    """Divides the text of one sequence into reasoning, content and tool calls.
+    """Splits the text of one sequence into reasoning, content and tool calls.
 
     Text that could be the beginning of a delimiter is held back until more text has arrived.  Calls are returned as
-    they arrive (`CallReader`).  If the text between delimiters does not begin with a call to a known tool, the text and
-    its delimiters are part of the content.
+    they arrive (see `CallReader`).  If the text between delimiters does not begin with a call to a known tool, the text
+    and its delimiters are part of the content.
 
     Args:
-        form: the tool-call format, or None.
+        form: the tool-call format, or None if tool calls are not parsed.
         names: the names of the tools.
         reasons: whether the text may start with reasoning.
-        is_reasoning: whether the prompt ends within the reasoning.
+        is_reasoning: whether the prompt ends with `<think>`.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class Reply:
     def add(self, text: str, is_last: bool = False) -> Part:
         """Add text, and return the new part of the reply.
 
-        Text that is held back is not in the part.  With `is_last`, no text is held back.
+        Args:
+            is_last: whether `text` ends the sequence; if so, no text is held back.
         """
         self._held += text
         self._is_last = is_last
@@ -106,17 +107,14 @@ class Reply:
         self._held = after
 
     def _content_start(self, part: Part) -> None:
-        """Skip the whitespace after reasoning or a tool call, and decide what follows.
-
-        If calls have no delimiters, text that starts with a brace may be a tool call.  Otherwise, content follows.
-        """
+        """Skip the whitespace after reasoning or a tool call, and decide whether content or a call follows."""
         follows = self.whole.reasoning or self.whole.calls or part.reasoning or part.calls
         text = self._held.lstrip() if follows else self._held
         unmarked = self._form is not None and not self._form.start
         if self._is_last or (text.strip() if unmarked else text):
             self._held = text
             self._read = self._content
-            if unmarked and text.lstrip().startswith("{"):
+            if unmarked and text.lstrip().startswith("{"):  # the text may be a call without delimiters
                 self._start_call()
 
     def _content(self, part: Part) -> None:
@@ -174,10 +172,7 @@ class Reply:
         self._held = text
 
     def _divide(self, text: str, *marks: str) -> tuple[str, str]:
-        """Split `text` into a beginning, which can be returned now, and a rest, which is held back.
-
-        The rest is the longest suffix that could be the beginning of a delimiter, and the whitespace before it.
-        """
+        """Split off the longest suffix that could be the start of a delimiter, and the whitespace before it."""
         if self._is_last:
             return text, ""
         end = len(text[: len(text) - max(overlap(text, mark) for mark in marks)].rstrip())

@@ -1,7 +1,4 @@
-"""Run generation engines in threads, for clients in an asyncio event loop.
-
-A thread sleeps while there is no work.
-"""
+"""Run generation engines in threads, for clients in an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Ticket:
     The queue `outputs` receives the engine's outputs; the last output of a sequence has a finish reason.
 
     Args:
-        number: the number of the request in its engine; None until the engine has received the request.
+        number: the request ID returned by the engine; None until the engine has received the request.
         service: the service whose engine runs the request.
     """
 
@@ -48,8 +45,8 @@ class Service:
 
     Args:
         engine: the engine; after `start`, only the service's thread may use it.
-        on_failure: a function that is called in the thread if a rank has failed, after all requests have been answered
-            with an error.
+        on_failure: a function that the thread calls after a rank has failed and all requests have received an
+            error.
     """
 
     failure: RanksFailed | None = None
@@ -79,7 +76,7 @@ class Service:
         self._thread.join()
 
     def end(self, failure: RanksFailed) -> None:
-        """End this service with an error for all requests, because ranks of another service have failed."""
+        """Fail all requests, and end this service, because ranks of another service have failed."""
         with self._condition:
             self._ended = failure
             self._condition.notify()
@@ -133,11 +130,7 @@ class Service:
         return tickets
 
     def _check_queue(self, count: int, tokens: int) -> None:
-        """Raise QueueFullError if new sequences do not fit in the queue, or are expected to miss the target `ttft`.
-
-        Args:
-            count, tokens: the number of new sequences, and the number of tokens in their prompts.
-        """
+        """Raise QueueFullError if new sequences do not fit in the queue, or are expected to miss `ttft`."""
         engine = self.engine
         waiting = engine.waiting + self._queued
         if waiting + count > engine.max_waiting:
@@ -154,7 +147,7 @@ class Service:
             )
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Tell the thread to remove requests.  Their memory is freed before the next step."""
+        """Cancel requests.  Their memory is freed before the next step."""
         with self._condition:
             self._inbox.append(lambda: self._cancel(tickets))
             self._condition.notify()
@@ -200,13 +193,7 @@ class Service:
         self.engine.runner.close()
 
     def _advance(self) -> bool:
-        """Wait for work, and run a step; return False after `close`.
-
-        If no work arrives within `runner.heartbeat_s` seconds, check the other ranks instead.
-
-        Raises:
-            RanksFailed: if a rank of this service fails, or after `end`.
-        """
+        """Wait for work, and run a step; return False after `close`."""
         with self._condition:
             is_idle = False
             while not (self._inbox or self._closed or self._ended or self.engine.has_work or is_idle):
@@ -301,7 +288,7 @@ class ReplicatedService:
 
     @property
     def failure(self) -> RanksFailed | None:
-        """Return the reason why the services end, or None if no service has failed."""
+        """Return the error of a failed service, or None."""
         return next((service.failure for service in self.services if service.failure is not None), None)
 
     @property
@@ -325,13 +312,13 @@ class ReplicatedService:
         return tickets
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Tell the threads to remove requests.  Their memory is freed before the next step."""
+        """Cancel requests.  Their memory is freed before the next step."""
         for service in self.services:
             if own := [ticket for ticket in tickets if ticket.service is service]:
                 service.cancel(own)
 
     def metrics(self) -> list[Family]:
-        """Return the metrics of all replicas: sums, and the values of each replica."""
+        """Return the metrics summed over all replicas, and the metrics of each replica."""
         return of_replicas([service.metrics() for service in self.services])
 
     def stats(self) -> dict[str, Any]:
@@ -341,12 +328,9 @@ class ReplicatedService:
         )
 
     def _end(self) -> None:
-        """End all services.
-
-        The thread of a service calls this method after the service's ranks have failed, or after `Service.end`.
-        """
+        """End all services."""
         with self._lock:
-            if self._is_ending:
+            if self._is_ending:  # `Service.end` makes the thread of each other service call this method too
                 return
             self._is_ending = True
         failure = self.failure

@@ -1,6 +1,6 @@
 """Start the HTTP server, and stop it when the process receives SIGTERM or SIGINT.
 
-With several ranks, rank 0 serves, and the other ranks compute with it (`ranks/driver.py`).
+With several ranks, only rank 0 accepts requests; all ranks compute (`ranks/driver.py`).
 """
 
 from __future__ import annotations
@@ -187,24 +187,18 @@ def start(
 
 
 def _run(web: uvicorn.Server, listener: socket.socket, *, reports_stop: bool) -> None:
-    """Run the server until it ends.
-
-    After the running requests are complete, uvicorn re-raises the signal that stopped the server.  If
-    `reports_stop` is True, the signal is then printed.
-
-    After a second SIGINT, uvicorn does not wait for the requests, and would log a traceback for each request; these
-    tracebacks are suppressed.
-    """
+    """Run the server until it stops."""
+    # after a second SIGINT, uvicorn does not wait for the requests, and would log a traceback for each request
     logging.getLogger("uvicorn.error").addFilter(lambda _: not web.force_exit)
     with restored_handlers():
-        if reports_stop:
+        if reports_stop:  # after the running requests, uvicorn re-raises the signal that stopped the server
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, _report_stop)
         web.run(sockets=[listener])
 
 
 def _report_stop(number: int, frame: FrameType | None) -> None:
-    """Print the signal, and end this process with the signal."""
+    """Report the signal, and terminate this process with the same signal."""
     notify(describe_stop(number, ()))
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.raise_signal(number)
@@ -220,7 +214,7 @@ def check_start(
     lora: Sequence[str],
     weights: str,
 ) -> None:
-    """Check arguments of `start` before the ranks are launched, so that an error is reported once.
+    """Check arguments of `start` before the ranks are launched, so that only one process reports an error.
 
     Raises:
         RequestError, CheckpointError, DataError, FolderError: as for `start`.
@@ -234,20 +228,21 @@ def check_start(
 
 
 def _follow(worker: Worker) -> None:
-    """Run each step together with rank 0 until rank 0 stops.  Ignore signals, because rank 0 handles them."""
+    """Run each step together with rank 0 until rank 0 stops."""
+    # rank 0 handles the signals
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     worker.follow()
 
 
 def _name_of(found: Path) -> str:
-    """Return the default name of a model, which is the name of its Hugging Face folder or of its run."""
+    """Return the default name of a model: the name of its Hugging Face folder or training run."""
     folder = found.resolve()
     return folder.parent.parent.name if folder.parent.name == "checkpoints" else folder.name
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the address, so that a port in use is reported before the model is read."""
+    """Bind a socket, so that a port in use is reported before the model is read."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -261,7 +256,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _accept(listener: socket.socket) -> tuple[str, int]:
-    """Listen, so that connections wait until the server accepts them; return the host in URL form, and the port."""
+    """Start listening; return the host in URL form, and the port."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     try:

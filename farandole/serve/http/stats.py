@@ -1,4 +1,4 @@
-"""The state of the server for the page at `/`: sums over all replicas, and the sequences and memory of each replica."""
+"""Collect the state that the page at `/` shows: totals, and the sequences and KV cache of each replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stats_of(engines: Sequence[GenerationEngine], queued: int) -> dict[str, Any]
     """Return the current state of the replicas.  Times are in seconds.
 
     Args:
-        queued: the number of sequences that wait outside the engines.
+        queued: the number of sequences that the engines have not received yet.
     """
     metrics = [engine.metrics for engine in engines]
     finished: Counter[str] = Counter()
@@ -51,17 +51,13 @@ def stats_of(engines: Sequence[GenerationEngine], queued: int) -> dict[str, Any]
 
 
 def _sum(histograms: Sequence[Histogram]) -> dict[str, Any]:
-    """Return the sum of histograms with the same buckets.
-
-    The keys are "bounds" (the upper bounds of the buckets), "counts" (one count per bucket, and one for larger values)
-    and "sum" (of all observations).
-    """
+    """Return the sum of histograms with the same buckets."""
     counts = [sum(each) for each in zip(*(histogram.counts for histogram in histograms), strict=True)]
     return {"bounds": histograms[0].bounds, "counts": counts, "sum": sum(each.sum for each in histograms)}
 
 
 def _memory_of(engine: GenerationEngine) -> dict[str, Any]:
-    """Return the state of a replica's KV cache, and the running sequences of the replica in order of arrival."""
+    """Return the state of a replica: its KV cache, and its running sequences in order of arrival."""
     store = engine.store
     kv = {
         "used": store.used,

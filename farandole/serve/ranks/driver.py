@@ -1,14 +1,14 @@
 """Compute each step of the generation engine on several tensor-parallel ranks.
 
-Rank 0, the *driver*, schedules, samples and manages the store.  Before each step, the driver broadcasts
-the changes to the store's memory since the last step, and the spans of tokens.  The other ranks, the *workers*, apply
-the changes to their own memory, which stores the keys and values of their heads, and run the same forward pass.  The
-logits are sharded along the vocabulary, and gathered on the driver.
+Rank 0, the *driver*, schedules, samples and manages the KV cache.  Before each step, the driver broadcasts the changes
+to the KV cache since the last step (resized or moved blocks), and the spans of tokens.  The other ranks, the *workers*,
+apply the changes to the keys and values of their own heads, and run the same forward pass.  The logits are sharded
+along the vocabulary, and gathered on the driver.
 
-With several replicas, all drivers except the first are `RemoteDriver`s, which store no part of the model: only their
-workers compute.
+With several replicas, all drivers except the first are `RemoteDriver`s.  A `RemoteDriver` stores no part of the model:
+only its workers compute.
 
-While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.  A waiting rank sleeps in the kernel.
+While there is no work, the driver calls `beat` every `HEARTBEAT_S` seconds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ShardedRunner(Runner):
 
 
 class Driver(Runner):
-    """The `GenerationEngine` runner of the driver process, which sends each step to the workers."""
+    """The runner of rank 0, which sends each step to the workers."""
 
     heartbeat_s = HEARTBEAT_S
     _steps: _Steps
@@ -86,7 +86,7 @@ class Driver(Runner):
         self._steps.beat()
 
     def pause(self) -> None:
-        """Make `Worker.follow` return True on all workers.
+        """Pause all workers: `Worker.follow` returns True.
 
         Raises:
             RanksFailed: if a worker is not alive.
@@ -106,7 +106,7 @@ class LocalDriver(ShardedRunner, Driver):
         self._steps = _Steps(comm, list(self.adapters))
 
     def memory(self) -> Memory:
-        """Return a new `Memory`; the workers repeat every change to it.  Call this method only once."""
+        """Return a new `Memory`.  Its changes are also applied on the workers.  Call this method only once."""
         return _RecordedMemory(self.shapes, self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -120,12 +120,14 @@ class LocalDriver(ShardedRunner, Driver):
             return super().run(memory, spans)
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Gather the logits of all ranks, and return them with shape (tokens, vocabulary)."""
+        """Return the gathered logits of all ranks, of shape (tokens, vocabulary)."""
         return _gather(self.comm, logits, self._widths)
 
 
 class RemoteDriver(Driver):
-    """A driver that stores no part of the model.  Creating the driver and its workers is a collective call.
+    """A driver that stores no part of the model.
+
+    The constructor is a collective call: each worker must construct a `Worker` with `remote=True` at the same time.
 
     Args:
         comm: the communicator of this process (rank 0) and the workers.
@@ -139,7 +141,7 @@ class RemoteDriver(Driver):
         self._steps = _Steps(comm, names)
 
     def memory(self) -> Memory:
-        """Return a `Memory` without tensors; the workers repeat every change to it.  Call this method only once."""
+        """Return a `Memory` without tensors.  Its changes are applied on the workers.  Call this method only once."""
         return _RecordedMemory([], self._steps.changes)
 
     def run(self, memory: Memory, spans: Sequence[Span]) -> Tensor:
@@ -157,7 +159,7 @@ class RemoteDriver(Driver):
 
 
 class Worker(ShardedRunner):
-    """The runner of ranks other than the driver; see `ShardedRunner` for the arguments."""
+    """The runner of a rank other than the driver; see `ShardedRunner` for the arguments."""
 
     def __init__(
         self, model: Transformer, comm: Communicator, *, remote: bool = False, **options: Any
@@ -172,7 +174,10 @@ class Worker(ShardedRunner):
     @torch.inference_mode()
     @core_threads()
     def follow(self) -> bool:
-        """Run the driver's steps until the driver pauses (return True) or closes (return False).
+        """Run the driver's steps until the driver pauses or closes.
+
+        Returns:
+            True if the driver has paused, False if the driver has closed.
 
         Raises:
             CommunicationError: if a rank fails.
@@ -206,22 +211,16 @@ class Worker(ShardedRunner):
 
 
 class _Steps:
-    """Sends the steps to the workers.
-
-    Args:
-        comm: the communicator, whose rank 0 is the driver.
-        adapters: the names of the LoRA adapters, in the workers' order.
-    """
+    """Sends the steps to the workers."""
 
     def __init__(self, comm: Communicator, adapters: Sequence[str]) -> None:
         self.changes = array("i")
         """The changes to the store's memory since the last message."""
         self._comm, self._channel = comm, _Channel(comm)
-        self._numbers = {name: number for number, name in enumerate(adapters)}
+        self._numbers = {name: number for number, name in enumerate(adapters)}  # in the workers' order
         self._failure: str | None = None
 
     def send(self, kind: int, spans: Sequence[Span] = ()) -> None:
-        """Send a message to the workers."""
         message = array("i", (kind, len(self.changes) // _CHANGE, len(spans)))
         message += self.changes
         for span in spans:
@@ -234,11 +233,8 @@ class _Steps:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context manager that converts errors to `RanksFailed`.
-
-        After a failed or interrupted step, the ranks may have made different collective calls.  They can then no longer
-        compute together, so entering the context again raises `RanksFailed`.
-        """
+        """Return a context manager that converts errors to `RanksFailed`."""
+        # after a failed or interrupted step, the ranks may have made different collective calls
         if self._failure is not None:
             raise RanksFailed(self._failure)
         try:
@@ -251,21 +247,11 @@ class _Steps:
             raise
 
     def beat(self) -> None:
-        """Check that all workers are alive.
-
-        Raises:
-            RanksFailed: if a worker is not alive.
-        """
         with self.together():
             self.send(_BEAT)
             self._comm.barrier()
 
     def pause(self) -> None:
-        """Make `Worker.follow` return True on all workers.
-
-        Raises:
-            RanksFailed: if a worker is not alive.
-        """
         with self.together():
             self.send(_PAUSE)
 
@@ -285,26 +271,21 @@ class _RecordedMemory(Memory):
         super().__init__(shapes)
 
     def resize(self, blocks: int, length: int, kept: int, stored: int) -> None:
-        """Change the size; see `Memory.resize`."""
         self._changes.extend((_RESIZE, blocks, length, kept, stored))
         super().resize(blocks, length, kept, stored)
 
     def move(self, source: int, target: int, stored: int) -> None:
-        """Copy a block; see `Memory.move`."""
         self._changes.extend((_MOVE, source, target, stored, 0))
         super().move(source, target, stored)
 
 
 class _Channel:
-    """Broadcasts messages, which are lists of 32-bit integers, from rank 0.
-
-    The first `HEAD` integers of all messages use the same buffer and the same persistent broadcast.
-    """
+    """Broadcasts messages of 32-bit integers from rank 0."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._head = comm.empty(HEAD, dtype=torch.int32)
-        self._broadcast = comm.broadcast_init(self._head)
+        self._broadcast = comm.broadcast_init(self._head)  # for the beginning of every message
 
     def send(self, message: array[int]) -> None:
         """Send a message."""
@@ -329,10 +310,7 @@ class _Channel:
 
 
 def _widths(vocabulary: int, ranks: int, *, remote: bool) -> list[int]:
-    """Return the width of each rank's vocabulary shard.
-
-    With `remote`, rank 0 is a `RemoteDriver`, whose width is 0.
-    """
+    """Return the width of each rank's vocabulary shard, which is 0 for a `RemoteDriver`."""
     computing = ranks - remote
     chunks = [chunk(vocabulary, computing, rank) for rank in range(computing)]
     return [0] * remote + [end - start for start, end in chunks]

@@ -66,10 +66,10 @@ class Ranks:
         yield
 
     def share(self, value: Any) -> None:
-        """Send `value` from rank 0 to the other ranks of a job, which call `receive` at the same time."""
+        """Send `value` from rank 0 to the other ranks of a job.  The other ranks must call `receive`."""
 
     def receive(self) -> Any:
-        """Run steps together with rank 0, and return the next value that rank 0 shares."""
+        """Run steps together with rank 0 until rank 0 calls `share`, and return the shared value."""
         raise NotImplementedError("rank 0 does not receive values")
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class JobRanks(Ranks):
     def computing(self) -> Iterator[None]:
         """Return a context manager that makes the other ranks run each step together with rank 0.
 
-        Each of the other ranks must have called `receive` or `close`.
+        All other ranks must call `receive` or `close`.
         """
         yield
         self._driver.pause()
@@ -172,7 +172,7 @@ class JobRanks(Ranks):
         self._comm.broadcast_object(value)
 
     def receive(self) -> Any:
-        """Run steps together with rank 0, and return the next value that rank 0 shares.
+        """Run steps together with rank 0 until rank 0 calls `share`, and return the shared value.
 
         Raises:
             RanksFailed: if rank 0 closes the LLM.

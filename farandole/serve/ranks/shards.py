@@ -30,7 +30,7 @@ from farandole.serve.rows import largest_of
 
 @contextlib.contextmanager
 def raised_together(comm: Communicator) -> Iterator[None]:
-    """Return a context manager that raises an error on all ranks if its block fails on any rank.
+    """Return a context manager that raises an error on all ranks if the `with` block fails on any rank.
 
     A rank whose block fails raises its own error; other ranks raise the error of the lowest failed rank.  Leaving the
     context is a collective call.
@@ -99,10 +99,10 @@ class ModelShards:
     comm: Communicator
 
     def largest_weights(self) -> dict[str, Tensor]:
-        """Return the largest absolute weight of each output, for each matrix whose inputs are sharded.
+        """Return the largest absolute weight of each output, for each matrix that is sharded along its inputs.
 
-        The keys are the names of the parameters.  The values describe the complete matrices, so that sharded weights
-        are rounded like unsharded weights.  This is a collective call.
+        The keys are parameter names.  The values are maxima over all ranks, so that sharded weights are quantized like
+        unsharded weights.  This is a collective call.
         """
         found = {}
         for name, parameter in self.model.named_parameters():
@@ -126,7 +126,7 @@ def shard_model(
 
     Raises:
         RequestError: if the model cannot be sharded across the ranks; the message names the nearest valid plans.
-        FolderError: if a file ends early or cannot be read.
+        FolderError: if a file is truncated or cannot be read.
     """
     mesh = Mesh.box(comm.size, tensor=comm.size)
     position = Position(mesh, mesh.of_rank(comm.rank)[0], mesh.connect(comm, [(AXIS,)]))
@@ -153,11 +153,9 @@ def shard_model(
 
 
 def _own_matrices(a: Tensor, b: Tensor, weight: Layout, position: Position) -> tuple[Tensor, Tensor]:
-    """Return the columns of A for this rank's inputs of a layer, and the rows of B for this rank's outputs.
+    """Return the columns of A for this rank's inputs of a layer, and the rows of B for this rank's outputs."""
 
-    If the inputs are sharded, this rank's product B A x is a partial sum, like this rank's product with the weight.
-    """
-
+    # if the inputs are sharded, this rank's product B A x is a partial sum, like its product with the weight
     def own(matrix: Tensor, dim: int) -> Tensor:
         shards = tuple((axis, shard) for axis, shard in weight.shards if shard.dim % 2 == dim)
         layout = Layout(weight.name, tuple(matrix.shape), shards=shards)
@@ -176,11 +174,8 @@ def _apply(model: nn.Module, position: Position) -> Layouts:
 
 
 def _requests(name: str, values: Tensor, layout: Layout | None, position: Position) -> Iterator[Request]:
-    """Yield a read request for each of this rank's slices of a tensor.
-
-    A tensor without a layout, such as a buffer, is not sharded.
-    """
-    if layout is None or not layout.shards:
+    """Yield a read request for each of this rank's slices of a tensor."""
+    if layout is None or not layout.shards:  # buffers have no layout
         yield name, tuple((0, length) for length in values.shape), values
         return
     ((_, shard),) = layout.shards

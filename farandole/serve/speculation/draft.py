@@ -1,7 +1,8 @@
 """Propose the next tokens of sequences with a small draft model.
 
 The draft model has a separate KV cache.  To propose tokens, the draft model first computes the tokens that were
-added to a sequence since the last proposal, and then generates its most likely tokens, one token per sequence and pass.
+added to a sequence since the last proposal, and then generates the most likely tokens.  Each pass generates one token
+per sequence.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Drafted:
     """A sequence for which the draft model proposes tokens.
 
     Args:
-        tokens: the sequence's tokens; the caller appends tokens.
+        tokens: the sequence's tokens; the caller appends new tokens.
         most: the maximum number of positions.
         blocks: the sequence's blocks in the draft model's store, allocated at the first proposal.
         computed: the number of the sequence's tokens in the draft model's KV cache.
@@ -82,15 +83,16 @@ class DraftProposer:
             self._store.compact()
 
     def backlog(self, state: Drafted) -> int | None:
-        """Return the number of tokens to compute before the sequence's last token, or None if the context is full."""
+        """Return the number of uncomputed tokens before the sequence's last token, or None if the context is full."""
         if len(state.tokens) > self._context:
             return None
         return max(len(state.tokens) - 1 - state.computed, 0)
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured duration of a pass in seconds.
+        """Return the coefficients of a linear model of the time of a pass, in seconds.
 
-        The three values are a constant, the seconds per sequence, and the seconds per token of the backlog.
+        Returns:
+            A constant, the time per sequence, and the time per token of the backlog.
         """
         return self._times.coefficients
 
@@ -119,7 +121,7 @@ class DraftProposer:
         return proposals
 
     def _keep_accepted(self) -> None:
-        """Discard the keys and values of rejected tokens, and fill the slots of removed sequences."""
+        """Discard the keys and values of rejected tokens, and compact the store."""
         for state in self._states:
             if state.blocks is not None:
                 state.computed = min(state.computed, len(state.tokens) - 1)
@@ -133,7 +135,7 @@ class DraftProposer:
         return state.blocks is not None
 
     def _span(self, state: Drafted, proposal: Sequence[int], most: int) -> Span:
-        """Return a span with the next tokens to compute: at most `most` tokens of the sequence and its proposal."""
+        """Return the next span to compute: at most `most` tokens of the sequence followed by its proposal."""
         assert state.blocks is not None
         start, length = state.computed, len(state.tokens)
         end = min(start + most, length + len(proposal))

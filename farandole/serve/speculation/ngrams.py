@@ -1,7 +1,7 @@
 """Propose the next tokens of a sequence from its own tokens.
 
-The proposer searches for an earlier occurrence of the last tokens of a sequence, and proposes the tokens that followed
-this occurrence.  In this way, text that a model repeats or copies from its prompt is predicted without a second model.
+The proposer searches for an earlier occurrence of a sequence's last tokens, and proposes the tokens that followed this
+occurrence.
 
 A. Saxena, "Prompt Lookup Decoding" (2023).
 """
@@ -20,10 +20,10 @@ class History:
     """An index of the n-grams in a sequence.
 
     Args:
-        tokens: the sequence's tokens; the caller appends tokens.
-        following: for each n-gram, the position of the token that follows its last occurrence.  An occurrence at the
-            end of the sequence does not count.
-        indexed: the number of tokens whose n-grams are in `following`.
+        tokens: the sequence's tokens; the caller appends new tokens.
+        following: maps each n-gram to the position of the token after its last occurrence.  An occurrence at the end
+            of the sequence does not count.
+        indexed: the length of the indexed prefix of `tokens`.
     """
 
     tokens: Sequence[int]
@@ -32,29 +32,29 @@ class History:
 
 
 class NgramProposer:
-    """Proposes the tokens that followed the last occurrence of a sequence's last tokens."""
+    """Proposes the tokens that followed the previous occurrence of a sequence's last tokens."""
 
     def add(self, tokens: Sequence[int], most: int) -> History:
-        """Add a sequence; see `Proposer.add`."""
+        """Return an n-gram index for a new sequence; see `Proposer.add`."""
         return History(tokens)
 
     def remove(self, state: History) -> None:
-        """Do nothing: a sequence has no memory outside its state."""
+        """Do nothing, because `state` contains all data about the sequence."""
 
     def backlog(self, state: History) -> int | None:
-        """Return 0 if the last tokens occurred before, and None otherwise."""
+        """Return 0 if the last tokens also occur earlier in the sequence, and None otherwise."""
         return None if self._find(state) is None else 0
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return zeros: the time of a proposal is negligible."""
+        """Return zeros, because a proposal takes negligible time."""
         return 0.0, 0.0, 0.0
 
     def propose(self, states: Sequence[History], counts: Sequence[int]) -> list[list[int]]:
-        """Return proposals; see `Proposer.propose`."""
+        """Return the proposed tokens for each sequence; see `Proposer.propose`."""
         return [self._continue(state, count) for state, count in zip(states, counts, strict=True)]
 
     def _find(self, state: History) -> int | None:
-        """Return the position after the last earlier occurrence of the longest repeated n-gram suffix, or None."""
+        """Return the position of the first token to propose, or None."""
         tokens, end = state.tokens, len(state.tokens)
         for last in range(state.indexed, end):  # all n-grams that a token follows
             for length in LENGTHS:

@@ -1,14 +1,13 @@
 """Speculative decoding: verify several proposed tokens of a sequence in one step.
 
-A proposer predicts the next tokens of sequences that decode.  The model computes the proposed tokens together with the
-last token, and the sampler selects a token after each of these tokens.  The sequence keeps the selected tokens up to
-the first token that differs from the proposed token.  Selected tokens never depend on proposals, so greedy
-and sampled tokens are the same as without speculation.
+A proposer predicts the next tokens of a sequence.  In one step, the model processes the last token and the proposed
+tokens, and the sampler selects a token after each of these tokens.  The sequence keeps the selected tokens up to and
+including the first token that differs from the proposed token.  The sampler does not use the proposals, so greedy and
+sampled tokens are the same as without speculation.
 
-Verifying one proposed token takes about as long as decoding one more sequence in the same step.  While few sequences
-decode, additional tokens hardly prolong a step, because the step reads all weights anyway.  In a large batch, rejected
-tokens delay other sequences.  The number of proposed tokens is therefore chosen to maximize the expected tokens per
-second, given the measured step times and the measured acceptance rate.
+In a small batch, additional tokens barely lengthen a step, because the step reads all weights anyway.  In a large
+batch, rejected tokens delay other sequences.  The number of proposed tokens is therefore chosen to maximize the
+expected tokens per second, given the measured step times and the measured acceptance rate.
 
 Y. Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 X. Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (2024).
@@ -36,11 +35,11 @@ class Proposer(Protocol):
     """Predicts the next tokens of sequences."""
 
     def add(self, tokens: Sequence[int], most: int) -> Any:
-        """Return the state of a new sequence.
+        """Add a sequence, and return the proposer's state for this sequence.
 
         Args:
-            tokens: the sequence's tokens, to which the caller appends.
-            most: the maximum number of positions in the KV cache.
+            tokens: the sequence's tokens; the caller appends new tokens.
+            most: the maximum number of KV-cache positions for the sequence.
         """
         ...
 
@@ -49,30 +48,31 @@ class Proposer(Protocol):
         ...
 
     def backlog(self, state: Any) -> int | None:
-        """Return the number of tokens to compute before the next proposal, or None if no proposal is possible."""
+        """Return the number of tokens to process before the next proposal, or None if no proposal is possible."""
         ...
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the measured duration of a proposal in seconds.
+        """Return the measured costs of proposals in seconds.
 
-        The three values are the seconds per proposed token for all sequences together, the additional seconds per
-        proposed token of each sequence, and the seconds per token of the backlog.
+        Returns:
+            The base time of a pass, which proposes one token for every sequence; the additional time per sequence in
+            a pass; and the time per token of the backlog.
         """
         ...
 
     def propose(self, states: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
-        """Return at most `counts[i]` tokens for sequence i."""
+        """Return at most `counts[i]` proposed tokens for each sequence i."""
         ...
 
 
 @dataclass(eq=False)
 class Speculation:
-    """The proposals for one sequence.
+    """The state of speculative decoding for one sequence.
 
     Args:
         state: the proposer's state for the sequence.
-        accepted: the acceptance rate, which is the fraction of accepted tokens among the proposed tokens that were
-            tried.  A proposed token is tried if all preceding proposed tokens of the step were accepted.
+        accepted: the acceptance rate: the fraction of the tried tokens that were accepted.  A proposed token is tried
+            if all preceding proposed tokens of the step were accepted.
         probed: the last step in which a token was proposed only to measure the acceptance rate.
     """
 
@@ -83,13 +83,7 @@ class Speculation:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A sequence for which tokens can be proposed.
-
-    Args:
-        number: the index of the sequence in the step.
-        limit: the maximum number of proposed tokens.
-        backlog: the number of tokens to compute before a proposal.
-    """
+    """A sequence for which tokens can be proposed; `number` is its index in argument `decoding` of `propose`."""
 
     number: int
     speculation: Speculation
@@ -98,11 +92,7 @@ class _Candidate:
 
 
 class Speculator:
-    """Proposes tokens if verifying them increases the expected tokens per second.
-
-    Args:
-        proposer: the proposer, which predicts the tokens.
-    """
+    """Proposes tokens if verifying them increases the expected tokens per second."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -125,12 +115,12 @@ class Speculator:
         step: tuple[float, float],
         budget: int,
     ) -> list[list[int]]:
-        """Return the tokens to verify for each sequence that decodes.
+        """Return the proposed tokens for each sequence in `decoding`.
 
         Args:
-            limits: the maximum number of tokens for each sequence.
-            step: the measured duration of a step in seconds, and the additional seconds per token.
-            budget: the maximum number of tokens for all sequences together.
+            limits: the maximum number of proposed tokens for each sequence.
+            step: the base duration of a step and the additional duration per token, both measured in seconds.
+            budget: the maximum number of proposed tokens for all sequences together.
         """
         self._steps += 1
         found: list[list[int]] = [[] for _ in decoding]
@@ -158,7 +148,7 @@ class Speculator:
         return found
 
     def observe(self, speculation: Speculation, proposed: int, accepted: int) -> None:
-        """Update the acceptance rates after `accepted` of the `proposed` tokens for a sequence were accepted."""
+        """Update the acceptance rates after a step that accepted `accepted` of a sequence's `proposed` tokens."""
         if proposed:
             trials = min(accepted + 1, proposed)  # tokens after the first rejected one were not tried
             speculation.accepted.add(accepted, trials)
@@ -167,10 +157,7 @@ class Speculator:
     def _counts(
         self, candidates: Sequence[_Candidate], decoding: int, step: tuple[float, float], budget: int
     ) -> list[int]:
-        """Return the number of tokens to propose for each candidate.
-
-        The numbers maximize the expected tokens per second.
-        """
+        """Return the numbers of tokens, one per candidate, that maximize the expected tokens per second."""
         counts = [0] * len(candidates)
         base, each = step
         tokens, seconds = float(decoding), base + each * decoding

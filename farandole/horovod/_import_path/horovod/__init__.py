@@ -1,7 +1,7 @@
-"""Replace this module with `farandole.horovod`.
+"""A module that replaces itself with `farandole.horovod` when it is imported.
 
-`farandole.horovod.shim.install` adds the folder of this package to `sys.path`.  Processes that multiprocessing spawns
-inherit `sys.path`, but not the import hook of the shim.
+`farandole.horovod.shim.install` adds the folder of this package to `sys.path`.  Processes spawned by
+`multiprocessing` inherit `sys.path`, but not the shim's import hook.
 """
 
 import sys
