@@ -351,6 +351,9 @@ def test_lora_is_merged_for_transformers_and_saved_for_peft(
     [
         *((family, LoRA(rank=2)) for family in FAMILIES),
         ("bert-classifier", LoRA(rank=2, also_train=("*.classifier",))),
+        ("qwen2", LoRA(rank=2, bias="all")),
+        ("qwen2", LoRA(rank=2, also_train=("*.qkv",))),
+        ("bert", LoRA(rank=2, bias="lora_only")),
         ("deepseek_v3", LoRA(rank=2, dropout=0.1, targets=("*.shared.*",))),
         ("deepseek_v3", LoRA(rank=2, targets=("*.shared.*", "*.experts.*"))),
         ("mixtral", LoRA(rank=2, targets=("*.qkv", "*.experts.*"))),
@@ -385,27 +388,58 @@ def test_adapter_of_every_family_loads_in_peft(tmp_path: Path, family: str, lora
     torch.testing.assert_close(again(inputs), expected)
 
 
+def _adapter_of_peft(folder: Path, out: Path, family: str, **settings: Any) -> Any:
+    """Write a PEFT adapter with random weights, and return the adapted model."""
+    import peft
+
+    base = getattr(transformers, FAMILIES[family][1]).from_pretrained(folder).eval()
+    config = peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **settings)
+    adapted = peft.get_peft_model(base, config)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" not in name and parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(out)
+    return adapted.eval()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("targets", ["some", "all"])
 def test_adapter_of_peft_loads(tmp_path: Path, family: str, targets: str) -> None:
-    import peft
-
     folder = small(tmp_path, family)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     some = ["q_proj", "v_proj"] if family == "llama" else ["c_attn"]
-    config = peft.LoraConfig(
-        r=2,
-        lora_alpha=3,
+    adapted = _adapter_of_peft(
+        folder,
+        tmp_path / "adapter",
+        family,
         target_modules=some if targets == "some" else "all-linear",
         fan_in_fan_out=family == "gpt2",
-        init_lora_weights=False,
     )
-    adapted = peft.get_peft_model(base, config)
-    adapted.save_pretrained(tmp_path / "adapter")
     ours = from_pretrained(folder)
     load_adapter(ours, tmp_path / "adapter")
     tokens = batches(ours.config.vocabulary)[0]
     torch.testing.assert_close(ours.eval()(tokens), adapted(tokens).logits, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2", {"target_modules": "all-linear", "bias": "all"}),
+        (
+            "qwen2",
+            {"target_modules": ["o_proj"], "modules_to_save": ["q_proj", "k_proj", "v_proj"]},
+        ),
+        ("bert", {"target_modules": ["query", "key", "value"], "bias": "lora_only"}),
+    ],
+)
+def test_parameters_of_fused_layers_trained_by_peft_are_loaded(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    folder = folder_of(reference(family, 1), tmp_path / "base")
+    adapted = _adapter_of_peft(folder, tmp_path / "adapter", family, **settings)
+    ours = from_pretrained(folder).eval()
+    load_adapter(ours, tmp_path / "adapter")
+    tokens = batches(ours.config.vocabulary)[0]
+    torch.testing.assert_close(ours(tokens), adapted(tokens).logits, atol=1e-4, rtol=1e-3)
 
 
 def _count_bytes(rank: int, size: int, folder: Path, plan: Plan) -> int:

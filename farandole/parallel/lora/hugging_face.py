@@ -163,6 +163,7 @@ def from_peft(
         found[f"{path}.lora_A.weight"] = nn.functional.pad(a, (0, 0, 0, more))
         found[f"{path}.lora_B.weight"] = nn.functional.pad(b, (0, more))
     for ours, pieces in others.items():
+        pieces.sort(key=lambda piece: table.parts[ours].index(piece[0]))  # a file sorts tensors by name
         values = [tensor.transpose(-2, -1) if part.transposed else tensor for part, tensor in pieces]
         path, _, last = ours.rpartition(".")
         middle = ".base_layer." if f"{path}.lora_A.weight" in found else "."
