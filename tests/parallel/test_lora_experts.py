@@ -162,15 +162,26 @@ def test_an_adapter_of_another_number_of_experts_is_refused(tmp_path: Path) -> N
             ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         ),  # the adapters of q, k and v are fused
         ([], ["experts.down_proj"]),
+        (["q_proj"], None),  # experts are trained in full
     ],
 )
-def test_adapters_saved_by_peft_are_loaded(tmp_path: Path, modules: list[str], parameters: list[str]) -> None:
+def test_adapters_saved_by_peft_are_loaded(
+    tmp_path: Path, modules: list[str], parameters: list[str] | None
+) -> None:
     folder = folder_of(reference("mixtral", 5), tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     config = peft.LoraConfig(
-        r=2, lora_alpha=3, target_modules=modules, target_parameters=parameters, init_lora_weights=False
+        r=2,
+        lora_alpha=3,
+        target_modules=modules,
+        target_parameters=parameters,
+        modules_to_save=["experts"] if parameters is None else None,
+        init_lora_weights=False,
     )
     adapted = peft.get_peft_model(base, config).eval()
+    for name, parameter in adapted.named_parameters():
+        if ".modules_to_save." in name:
+            torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(tmp_path / "adapter")
     ours = from_pretrained(folder).eval()
     load_adapter(ours, tmp_path / "adapter")
@@ -178,10 +189,20 @@ def test_adapters_saved_by_peft_are_loaded(tmp_path: Path, modules: list[str], p
     torch.testing.assert_close(ours(tokens), adapted(tokens).logits, atol=1e-4, rtol=1e-3)
 
 
-def _save_merged(rank: int, size: int, folder: Path, out: Path) -> Tensor:
+@pytest.mark.parametrize("targets", [("*.qkv",), ("*.qkv", "*.experts.gate_up")])
+def test_experts_trained_in_part_are_refused_before_writing(tmp_path: Path, targets: Any) -> None:
+    ours = from_pretrained(folder_of(reference("mixtral", 5), tmp_path / "base"))
+    add_lora(ours, LoRA(rank=2, targets=targets, also_train=("*.experts.down",)))
+    why = r"experts\.down\.weight is trained in full, but .*experts\.gate_up\.weight is not.*also_train='\*\.experts'"
+    with pytest.raises(ValueError, match=why):
+        save_adapter(ours, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def _save_merged(rank: int, size: int, folder: Path, out: Path, lora: LoRA) -> Tensor:
     model = from_pretrained(folder, lazy=True)
     torch.manual_seed(0)
-    engine = farandole.parallelize(model, Plan(expert=2, tensor=2, lora=EXPERTS))
+    engine = farandole.parallelize(model, Plan(expert=2, tensor=2, lora=lora))
     optimizer = engine.optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5))
     tokens = torch.randint(
         0, 97, (2, 9), generator=torch.Generator().manual_seed(engine.mesh.replica_of(rank))
@@ -198,9 +219,10 @@ def _save_merged(rank: int, size: int, folder: Path, out: Path) -> Tensor:
     return logits.detach()
 
 
-def test_engines_save_merged_experts_and_their_adapters(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [EXPERTS, LoRA(rank=2, targets=("*.out",), also_train=("*.experts",))])
+def test_engines_save_merged_experts_and_their_adapters(ranks: Any, tmp_path: Path, lora: LoRA) -> None:
     folder = folder_of(reference("mixtral", 5), tmp_path / "base")
-    expected = ranks(4).run(_save_merged, folder, tmp_path)[0]
+    expected = ranks(4).run(_save_merged, folder, tmp_path, lora)[0]
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(20)[None]
     base = load(folder).eval()

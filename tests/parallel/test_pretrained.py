@@ -358,6 +358,8 @@ def test_lora_is_merged_for_transformers_and_saved_for_peft(
         ("deepseek_v3", LoRA(rank=2, targets=("*.shared.*", "*.experts.*"))),
         ("mixtral", LoRA(rank=2, targets=("*.qkv", "*.experts.*"))),
         ("mixtral", LoRA(rank=2, targets=("*.experts.down",))),
+        ("mixtral", LoRA(rank=2, targets=("*.qkv",), also_train=("*.experts",))),
+        ("deepseek_v3", LoRA(rank=2, also_train=("*.experts",))),
     ],
 )
 def test_adapter_of_every_family_loads_in_peft(tmp_path: Path, family: str, lora: LoRA) -> None:

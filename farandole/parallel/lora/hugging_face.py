@@ -8,7 +8,8 @@ the same A and its own rows of B.
 
 Experts are stacked both in the model and in `transformers`.  PEFT adapts the parameters `gate_up_proj` and `down_proj`
 of the module `experts` (`target_parameters`).  PEFT wraps this module once for each parameter, so the adapter tensors
-for the first parameter have the path `experts.base_layer`.
+for the first parameter have the path `experts.base_layer`.  PEFT can also train all parameters of `experts` in full
+(`modules_to_save`).
 
 In an adapter that PEFT trained, the `transformers` layers can have different matrices A.  When such an adapter is read,
 the fused layer's A is the concatenation of these matrices, and B is zero in the blocks that combine the rows of one
@@ -18,7 +19,7 @@ layer with the A of another layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ _TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
 }
 
+
+_KINDS = ("lora_A", "lora_B")
 
 _EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj"})
 """The names of the projections in experts.
@@ -54,15 +57,24 @@ def for_peft(origin: Pretrained, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     """Convert the names of an adapter's tensors to the names in `transformers`, and split fused layers.
 
     The names in `tensors` have the format in the docstring of `peft_adapter`, without the prefix `base_model.model.`.
+
+    Raises:
+        ValueError: if only some of the parameters of a module with experts are trained in full.
     """
     table, found = origin.table, {}
-    stacks = {ours: path for path, ours in _wrapped(table, [_split(name)[0] for name in tensors]).items()}
+    adapted = [stem for stem, kind in map(_split, tensors) if kind in _KINDS]
+    stacks = {ours: path for path, ours in _wrapped(table, adapted).items()}
+    parameters = _stack_parameters(table)
+    _check_whole_modules(parameters, tensors)
     for name, tensor in tensors.items():
         stem, kind = _split(name)
         if stem in stacks:
             found[f"{stacks[stem]}.{kind}.weight"] = tensor
             continue
-        if kind in ("lora_A", "lora_B"):
+        if name in parameters:
+            found[parameters[name]] = tensor
+            continue
+        if kind in _KINDS:
             for part in table.parts[f"{stem}.weight"]:
                 rows = _rows(part)
                 own = tensor if kind == "lora_A" or rows is None else tensor[rows[0] : rows[1]]
@@ -135,9 +147,10 @@ def from_peft(
         for ours, parts in table.parts.items()
         for part in parts
     }
+    weights = {parameter: weight for weight, parameter in _stack_parameters(table).items()}
     for name, tensor in tensors.items():
         stem, kind = _split(name)
-        if kind in ("lora_A", "lora_B") and stem in stacks:
+        if kind in _KINDS and stem in stacks:
             weight = f"{stacks[stem]}.weight"
             experts = len({part.index[0] for part in table.parts[weight]})
             stacked.setdefault(weight, {})[kind] = matrix_from_peft(name, tensor, experts)
@@ -148,6 +161,8 @@ def from_peft(
             layers.setdefault(weight, []).append((part, tensor, tensors[f"{stem}.lora_B.weight"]))
         elif kind == "lora_B" and stem in modules:
             continue
+        elif name in weights:
+            found[weights[name]] = tensor
         elif (plain := name.replace(".base_layer.", ".")) in stored:
             ours, part = stored[plain]
             others.setdefault(ours, []).append((part, tensor))
@@ -205,7 +220,7 @@ def _shapes(shapes: Iterable[Sequence[int]]) -> str:
 
 def _split(name: str) -> tuple[str, str]:
     """Split a tensor name into the layer's path and the last component: "lora_A", "lora_B", "bias" or similar."""
-    for kind in ("lora_A", "lora_B"):
+    for kind in _KINDS:
         if name.endswith(f".{kind}.weight"):
             return name.removesuffix(f".{kind}.weight"), kind
     stem, _, last = name.replace(".base_layer.", ".").rpartition(".")
@@ -240,6 +255,24 @@ def _wrapped(table: Table, adapted: Iterable[str]) -> dict[str, str]:
         for module, paths in modules.items()
         for number, path in enumerate(paths)
     }
+
+
+def _stack_parameters(table: Table) -> dict[str, str]:
+    """Return a dict that maps the weight of each stack to its parameter in `transformers`."""
+    return {f"{path}.weight": _parameter(table, path) for path in _stacks(table)}
+
+
+def _check_whole_modules(parameters: Mapping[str, str], trained: Collection[str]) -> None:
+    """Raise ValueError if `trained` contains some but not all stacks of a module, because PEFT saves whole modules."""
+    full = {parameters[name].rpartition(".")[0]: name for name in trained if name in parameters}
+    for weight, parameter in parameters.items():
+        name = full.get(parameter.rpartition(".")[0])
+        if name is not None and weight not in trained:
+            raise ValueError(
+                f"cannot save the adapter: {name} is trained in full, but {weight} is not, and PEFT has no format for "
+                "this; use also_train='*.experts' or targets='*.experts.*', or write merged weights with "
+                "engine.save_pretrained(folder)"
+            )
 
 
 def _stacks(table: Table) -> list[str]:

@@ -68,7 +68,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model: str | None = 
         base_model: the name of the base model to write into the configuration.
 
     Raises:
-        ValueError: if the model has no LoRA.
+        ValueError: if the model has no LoRA, or if only some of the parameters of a Hugging Face model's experts are
+            trained in full.
         RuntimeError: if this rank has only its shards of the adapters.
         AdapterError: if the files cannot be written.  An existing adapter in the folder is then unchanged.
     """
@@ -92,6 +93,7 @@ def write_adapter(
 
     Raises:
         AdapterError: if the files cannot be written.
+        ValueError: if only some of the parameters of a Hugging Face model's experts are trained in full.
     """
     tensors: dict[str, Tensor] = {}
     for path in adapter.layers:
