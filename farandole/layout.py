@@ -220,8 +220,8 @@ def _reduction(layout: Layout, mesh: Mesh, piece: Box) -> Reduction:
     solution, *_ = np.linalg.lstsq(counts, np.ones(len(counts)), rcond=None)
     if not np.allclose(counts @ solution, 1):
         raise LayoutError(
-            f"{layout.name}: the gradients of {piece} on ranks {', '.join(map(str, holders))} cannot be summed so that "
-            "each copy counts once; assign the pipeline stages of the mesh to other ranks"
+            f"{layout.name}: ranks {', '.join(map(str, holders))} hold copies of {piece}, and no weighted sum of their "
+            "gradients counts each copy exactly once; assign the pipeline stages of the mesh to other ranks"
         )
     return Reduction((holders,), dict(zip(holders, map(float, solution), strict=True)))
 

@@ -575,7 +575,7 @@ class Engine:
 
         Raises:
             CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model.  The error is
-                an `UnreadableError` if files are missing or damaged.  The engine is then unchanged.
+                an `UnreadableError` if files are missing or damaged; in this case, the engine is unchanged.
         """
         self._wait_for_save()
         self.loss_parameters.show()

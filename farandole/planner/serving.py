@@ -40,16 +40,17 @@ ACCELERATOR_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, kw_only=True)
 class ServingMachine:
-    """The memory and the speeds of each rank when all ranks of a machine compute.
+    """The memory and the speeds of each rank, measured while all ranks of a machine are busy.
 
     Args:
         memory: the number of bytes that a rank may use.
         products: a dict that maps a precision to points (rows, seconds per weight of a matrix product), in ascending
-            order of rows.  Between the points, the seconds are interpolated linearly.  Above the last point, they are
+            order of rows.  Between the points, the time is interpolated linearly.  Above the last point, it is
             proportional to the number of rows.
-        read: the bytes per second at which attention reads keys and values.
-        flops: floating-point operations per second in the attention of prompts, by precision.
-        bandwidth: bytes per second between ranks, defined as the bus bandwidth of nccl-tests.
+        read: the rate in bytes per second at which attention reads keys and values.
+        flops: a dict that maps a precision to the speed of attention during prefill, in floating-point operations per
+            second.
+        bandwidth: the bandwidth between ranks in bytes per second, defined as the bus bandwidth of nccl-tests.
         latency: the duration in seconds of an all-reduce of a few bytes.
         step, layer, sequence: the constant overhead in seconds per step, per layer in a step, and per sequence in a
             step.

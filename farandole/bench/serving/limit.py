@@ -26,9 +26,9 @@ class Limit:
     """Computes lower bounds on serving times, in seconds.
 
     Args:
-        body: the number of weights by which each token is multiplied, except the output projection.  In a mixture of
-            experts, only the experts that process the token are counted.
-        head: the number of weights of the output projection, by which only tokens that need logits are multiplied.
+        body: the number of weights that each token uses, excluding the output projection.  In a mixture of experts,
+            only the weights of the experts that process the token are counted.
+        head: the number of weights in the output projection, which only tokens that need logits use.
         weight_bytes: the size of the weights in `body` and `head` in bytes.
         bandwidth: the speed of reading a buffer of `weight_bytes` bytes, in bytes per second.
         flops: the speed of a large matrix product, in floating-point operations per second.
