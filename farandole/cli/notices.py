@@ -1,4 +1,4 @@
-"""Show messages of the library on stderr while a command runs."""
+"""Show the log messages of the library on stderr while a command runs."""
 
 from __future__ import annotations
 

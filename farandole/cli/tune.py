@@ -38,7 +38,9 @@ def tune(
 
     For each message size, the command finds the fastest all-reduce algorithm and the best number of leaders.  The
     algorithms are ring, doubling and rabenseifner.  Run the command in a job on the hosts that you want to measure.
-    Outside a job, the command starts ranks on this host, each of which represents a host.  Use the table with
+    Outside a job, the command starts ranks on this host, each of which represents a host.
+
+    With --output, the command writes the results to a file.  A program uses the file with
     farandole.comm.Options(table="tuned.json").
 
     \b

@@ -312,7 +312,7 @@ def split_rows(
     """
     if isinstance(tensor, list):
         if splits:
-            raise ValueError(f"all_to_all: {what} splits apply to a tensor, got a list; omit the splits")
+            raise ValueError(f"all_to_all: expected a tensor with {what} splits, got a list; omit the splits")
         return tensor
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     rows = tensor.shape[0]

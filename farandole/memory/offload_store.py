@@ -100,7 +100,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return 1-D uint8 memory on `device` into which a record of `nbytes` bytes can be read."""
+        """Return an uninitialized 1-D uint8 tensor on `device` for reading a record of `nbytes` bytes."""
 
     @abstractmethod
     def write(self, record: Any, data: Tensor, after: Iterable[Transfer] = ()) -> Transfer:

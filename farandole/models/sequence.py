@@ -81,7 +81,7 @@ class SequenceInfo:
             )
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return a value that blocks share, such as a mask.  The first call with `key` computes the value."""
+        """Return a value shared by all blocks, such as a mask.  The first call with `key` computes the value."""
         if key not in self._shared:
             self._shared[key] = compute()
         return cast(T, self._shared[key])

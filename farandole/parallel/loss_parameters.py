@@ -14,8 +14,7 @@ violated:
   summed.  Every rank would compute the complete gradient of the term, so the sum would contain it several times.
 - A rank of a pipeline does not have the parameters of other stages.
 
-Parameters that violate a condition are hidden from the end of the model's forward pass to the beginning of the backward
-pass.  The loss function can still call modules of the model, because these calls communicate as needed.
+Parameters that violate a condition are hidden when the model's forward pass ends, until the backward pass begins.  The loss function can still call modules of the model, because these calls communicate as needed.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ class TrainConfig(_Section):
             if share % count:
                 near_count = max(n for n in range(1, min(count, share) + 1) if share % n == 0)
                 raise ConfigError(
-                    f"plan.micro_batches={count} must divide the {share} samples per rank and step (on {replicas} {of}); "
+                    f"plan.micro_batches={count} must divide {share}, the number of samples per step on each of {replicas} {of}; "
                     f"try plan.micro_batches={near_count}"
                 )
             return count, share // count
@@ -371,7 +371,7 @@ class TrainConfig(_Section):
         if share % size:
             near_size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
             raise ConfigError(
-                f"micro_batch={size} must divide the {share} samples per rank and step (on {replicas} {of}); "
+                f"micro_batch={size} must divide {share}, the number of samples per step on each of {replicas} {of}; "
                 f"try micro_batch={near_size}"
             )
         return share // size, size

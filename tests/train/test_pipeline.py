@@ -44,7 +44,7 @@ def _check(words: list[str]) -> None:
     [
         (
             ["plan.micro_batches=3"],
-            "plan.micro_batches=3 must divide the 8 samples .*; try plan.micro_batches=2",
+            "plan.micro_batches=3 must divide 8, .*; try plan.micro_batches=2",
         ),
         (["plan.micro_batches=2", "micro_batch=4"], "are mutually exclusive"),
         (["plan.schedule=1f1"], "plan.schedule='1f1' .*did you mean 1f1b"),

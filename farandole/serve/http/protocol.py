@@ -102,7 +102,9 @@ class _Generation(Fields):
             RequestError: if the request has `stream_options`, but `stream` is false.
         """
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "expected a request with stream=true, got stream=false; omit stream_options")
+            raise RequestError(
+                "stream_options", "expected a request with stream=true, got stream=false; omit stream_options"
+            )
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _sampling(
