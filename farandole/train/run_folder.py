@@ -4,6 +4,7 @@
         config.toml  metrics.jsonl  samples.jsonl  tensorboard/  loss.png  sample.txt
         trace.json               with `profile`: the trace of the first steps
         base/                    for a model folder: its configuration and tokenizer files
+        model/                   for a model folder: the trained model
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from farandole.train.config import TrainConfig
 
 STATE, WEIGHTS, METADATA, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
-ADAPTER, BASE, TRACE = "adapter", "base", "trace.json"
+ADAPTER, BASE, MODEL, TRACE, LOSS_CURVE = "adapter", "base", "model", "trace.json", "loss.png"
 STATE_INDEX = "state/.metadata"
 LOCK = ".lock"
 
@@ -254,6 +255,15 @@ def check_complete(folder: Path) -> None:
     if found != expected:
         problem = f"its header requires {expected}" if expected else "its header is truncated or damaged"
         raise damaged_error(folder, f"{WEIGHTS} has {found} bytes, but {problem}")
+
+
+def has_results(checkpoint: Path) -> bool:
+    """Return whether the run has written its model and its loss curve after `checkpoint`."""
+    run = checkpoint.parent.parent
+    curve = run / LOSS_CURVE  # written after the model
+    if not os.path.isfile(curve) or (os.path.isdir(run / BASE) and not os.path.isdir(run / MODEL)):
+        return False
+    return curve.stat().st_mtime > (checkpoint / METADATA).stat().st_mtime
 
 
 def damaged_error(folder: Path, why: str) -> CheckpointError:

@@ -41,6 +41,7 @@ from farandole.train.run_folder import (
     check_complete,
     check_out,
     checkpoint_to_resume,
+    has_results,
     new_run,
     read_metadata,
     weights_file,
@@ -284,7 +285,7 @@ def _resumed(request: Request, ranks: int | None) -> Start:
             f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
             f"Restore these values, or start a new run; only {', '.join(CHANGEABLE)} can be changed"
         )
-    if saved.step >= config.steps:
+    if saved.step > config.steps or (saved.step == config.steps and has_results(checkpoint)):
         raise CheckpointError(
             f"checkpoint {checkpoint} is at step {saved.step} of {config.steps}: the run is complete; "
             f"to train longer, use steps={2 * saved.step}"

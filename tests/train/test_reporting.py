@@ -93,6 +93,15 @@ def test_loss_curve_of_short_and_long_runs(tmp_path: Path, steps: int, validated
     assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
 
 
+def test_loss_curve_without_finite_losses(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path, tensorboard=False)
+    metrics.write(1, {"loss": float("inf")})
+    metrics.write(1, {"validation_loss": float("nan")})
+    assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
+    metrics.write(1, {"validation_loss": 4.0})
+    assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
+
+
 def test_progress_is_plain_lines_without_a_terminal() -> None:
     stream = io.StringIO()
     with ProgressLine(stream) as line:
