@@ -25,6 +25,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -168,10 +169,10 @@ def _named_checkpoint(path: Path) -> Path | None:
     path = path.expanduser()
     if not os.path.isdir(path):  # unlike Path.is_dir, returns False for a name that is too long
         what = "is not a folder" if os.path.exists(path) else "does not exist"
-        near = difflib.get_close_matches(path.name, _entries(path.parent), n=1)
+        near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise CheckpointError(f"{path} {what}: expected a checkpoint, a run, or a folder of runs{hint}")
-    if (path / METADATA).exists():
+    if os.path.exists(path / METADATA):
         return path
     if not _is_run(path):
         return None
@@ -181,25 +182,42 @@ def _named_checkpoint(path: Path) -> Path | None:
 
 
 def _runs(path: Path) -> list[Path]:
-    return [folder for folder in path.expanduser().iterdir() if _is_run(folder)]
+    """Return the runs in folder `path`, without folders that cannot be read.  Raises `CheckpointError`."""
+    return [folder for folder in _entries(path) if _is_run(folder)]
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir()
+    # unlike the methods of Path, these functions return False for a folder that cannot be read
+    has_files = os.path.isfile(folder / "config.toml") or os.path.isdir(folder / "checkpoints")
+    return has_files and os.access(folder, os.R_OK)
 
 
 def _last_written(run: Path) -> float:
     """Return the time of a run's last write, in seconds since the epoch."""
-    return max(entry.stat().st_mtime for entry in (run, *run.iterdir()))
+    times = [run.lstat().st_mtime]
+    for entry in _entries(run):
+        with suppress(OSError):  # deleted by a running job
+            times.append(entry.lstat().st_mtime)
+    return max(times)
 
 
 def _no_checkpoint(path: Path) -> str:
-    found = ", ".join(_entries(path)[:8]) or "nothing"
+    found = ", ".join(_names(path)[:8]) or "nothing"
     return f"no checkpoint in {path} or in a run in this folder; found: {found}"
 
 
-def _entries(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.expanduser().iterdir()) if os.path.isdir(folder) else []
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in _entries(folder)) if os.path.isdir(folder.expanduser()) else []
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the files and folders in `folder`.  Raises `CheckpointError` if `folder` cannot be read."""
+    try:
+        return list(folder.expanduser().iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read folder {folder}: {error.strerror}; choose a readable run or folder of runs"
+        ) from None
 
 
 # ---- checkpoints ----
@@ -242,7 +260,8 @@ def read_metadata(folder: Path) -> Metadata:
 def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first."""
     found = (run / "checkpoints").glob("step-*")
-    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
+    named = (path for path in found if path.name.removeprefix("step-").isdecimal())
+    return sorted((path for path in named if os.path.isdir(path)), key=step_of)
 
 
 def check_complete(folder: Path) -> None:
