@@ -89,11 +89,8 @@ def new_run(config: TrainConfig) -> Path:
             run.rmdir()
             raise
     except OSError as error:
-        why = disk_failure(
-            error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir())
-        )
         raise ConfigError(
-            f"out={config.out}: cannot create a run: {why}; choose another folder with out=FOLDER"
+            f"out={config.out}: cannot create a run: {disk_failure(error, out)}; choose another folder with out=FOLDER"
         ) from None
     return run
 
