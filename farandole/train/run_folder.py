@@ -317,12 +317,15 @@ def step_of(checkpoint: Path) -> int:
 class RunLock:
     """A lock on a run, held by rank 0 during training.  The kernel releases the lock when the process ends.
 
+    Args:
+        newest: the newest checkpoint of the run when the job was checked, or None if the job does not depend on it.
+
     Raises:
-        CheckpointError: on all ranks, if another job holds the lock.
+        CheckpointError: on all ranks, if another job holds the lock or has changed the newest checkpoint.
     """
 
-    def __init__(self, run: Path, comm: Communicator) -> None:
-        self._run, self._comm = run, comm
+    def __init__(self, run: Path, comm: Communicator, newest: Path | None = None) -> None:
+        self._run, self._comm, self._newest = run, comm, newest
         self._file: IO[str] | None = None
 
     def __enter__(self) -> None:
@@ -351,6 +354,13 @@ class RunLock:
             holder = file.read().strip() or "another process"
             file.close()
             return f"{self._run} is in use by {holder}: wait until it ends, or stop it, then use --resume"
+        if self._newest is not None and (found := checkpoints(self._run)[-1:]) != [self._newest]:
+            file.close()
+            now = f"is now {found[0].name}" if found else "was deleted"
+            return (
+                f"another job has trained in {self._run}: its newest checkpoint was {self._newest.name} when this job "
+                f"started, and {now}; run the command again"
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {gethostname()}")
         file.flush()

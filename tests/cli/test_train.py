@@ -143,6 +143,8 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
         assert job_spec.run == Path("runs/tiny-1")
         assert job_spec.checkpoint == Path("runs/tiny-1/checkpoints/step-000010")
         assert job_spec.config.steps == 20
+        assert job_spec.is_newest == ("checkpoints" not in words[0])
+        assert TrainingJobSpec.load(job_spec.dump()) == job_spec
     assert _train("--resume", "steps=50", "log.every=1").exit_code == 0
     assert launched[0][0].config.steps == 50
     assert _train("--resume", "--ranks", "4", "plan.zero=3").exit_code == 0
