@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -215,7 +216,8 @@ def _print_next_step(run: Path, status: int) -> None:
 
     saved = checkpoints(run)
     if status == 0 and load_config(str(run / "config.toml")).task in ("text", "sft"):
-        typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
+        with suppress(OSError, UnicodeEncodeError):  # the run is complete, even if standard output is closed
+            typer.echo(f'generate more: {command("generate", str(run))} --prompt "def"')
     elif status and saved:
         typer.echo(
             f"{saved[-1].name} is saved; to resume: {command('train', '--resume', str(run))}", err=True

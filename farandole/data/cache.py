@@ -11,7 +11,6 @@ jobs.  If a process dies, the kernel releases its lock.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ from filelock import FileLock
 
 from farandole.data.errors import DataError
 from farandole.data.sources import Source, reading
+from farandole.data.wording import disk_failure
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,9 @@ def cached_folder(
             _log.info("reading and tokenizing %s (once; stored in %s)", path, folder)
             _write(folder, build, files)
     except OSError as error:
-        raise DataError(_cannot_write(cache, error)) from error
+        raise DataError(
+            f"cannot write tokens to {cache}: {disk_failure(error, cache)}; choose another folder with data.cache=FOLDER"
+        ) from error
     return folder
 
 
@@ -151,14 +153,3 @@ def _checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
     return value
-
-
-def _cannot_write(cache: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(cache).free >> 20
-        return (
-            f"not enough disk space for tokens in {cache} ({free} MiB free); choose another folder with "
-            "data.cache=FOLDER"
-        )
-    reason = error.strerror or str(error)
-    return f"cannot write tokens to {cache}: {reason}; choose another folder with data.cache=FOLDER"

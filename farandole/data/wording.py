@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -45,13 +46,24 @@ def disk_failure(error: OSError | str, folder: Path, needed: int = 0) -> str:
     """Return the reason for a failed write to `folder`, with the free space if the disk is full.
 
     If fewer than `needed` bytes are free, any `error` is reported as a full disk, because libraries report a full
-    disk in different ways.
+    disk in different ways.  If `folder` does not exist, its nearest existing parent folder is measured.
     """
-    free = shutil.disk_usage(folder).free
+    free = _free_bytes(folder)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or free < needed:
-        wanted = f"about {size(needed)} needed, " if needed else ""
-        return f"no space left on the disk ({wanted}{size(free)} free){see('no-space-left-on-the-disk')}"
+    if full or (free is not None and free < needed):
+        sizes = [f"about {size(needed)} needed"] if needed else []
+        sizes += [f"{size(free)} free"] if free is not None else []
+        numbers = f" ({', '.join(sizes)})" if sizes else ""
+        return f"no space left on the disk{numbers}{see('no-space-left-on-the-disk')}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the free space on the disk of `folder` or of its nearest existing parent folder, or None if unknown."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return None

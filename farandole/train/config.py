@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
 from farandole._troubleshooting import Documented
 from farandole.data.tokenizer import SMALLEST_VOCABULARY
@@ -315,7 +315,7 @@ class TrainConfig(_Section):
     evaluate: EvaluateSection
     log: LogSection
     sample: SampleSection
-    options: dict[str, bool | int | float | str | list[Any]] = {}
+    options: dict[str, bool | int | float | str | list[JsonValue]] = {}
 
     @model_validator(mode="after")
     def _folder_suits_task(self) -> TrainConfig:
@@ -391,13 +391,17 @@ class TrainConfig(_Section):
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Convert values with full keys, such as `model.width`, to TOML with sections."""
-    lines: list[str] = []
+    top_level = {key: value for key, value in values.items() if "." not in key}
+    lines = _toml_items(top_level)
     for section, keys in itertools.groupby(
-        sorted(values, key=lambda key: "." in key), lambda key: key.rpartition(".")[0]
+        (key for key in values if key not in top_level), lambda key: key.partition(".")[0]
     ):
-        lines += ["", f"[{section}]"] if section else []
-        lines += [f"{_toml_key(key.rpartition('.')[2])} = {_toml_value(values[key])}" for key in keys]
+        lines += ["", f"[{section}]", *_toml_items({key.partition(".")[2]: values[key] for key in keys})]
     return "\n".join(lines).lstrip() + "\n"
+
+
+def _toml_items(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_toml_key(name)} = {_toml_value(value)}" for name, value in table.items()]
 
 
 def _toml_key(name: str) -> str:
@@ -410,6 +414,8 @@ def _toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(_toml_items(value))}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -588,6 +594,7 @@ def key_type(name: str) -> str:
         return "one of " + ", ".join(found["enum"])
     types = " or ".join(option["type"] for option in found.get("anyOf", [found]))
     limits = [words.format(found[limit]) for limit, words in _LIMITS.items() if limit in found]
+    limits += ["with dates as strings"] if section == "options" else []  # JSON has no dates
     return ", ".join([types, *limits])
 
 

@@ -31,9 +31,10 @@ from farandole.models.layers import initialize
 from farandole.models.meta import meta_device
 from farandole.models.moe import Balance
 from farandole.models.sequence import Transformer
+from farandole.parallel.checkpoint.folder import fail_on_all
 from farandole.parallel.engine import Engine
 from farandole.train.config import ConfigError, TrainConfig
-from farandole.train.run_folder import BASE
+from farandole.train.run_folder import BASE, MODEL
 
 _log = logging.getLogger(__name__)
 
@@ -199,13 +200,22 @@ def model_files(folder: Path) -> Mapping[str, Path]:
 def save_model(engine: Engine, model: nn.Module, run: Path, comm: Communicator) -> Path | None:
     """Write the trained model to RUN/model, and return this folder.  Collective call.
 
-    If the model has no Hugging Face format, nothing is written, and the result is None.
+    An existing RUN/model is replaced after the new model has been written.  If the model has no Hugging Face format,
+    nothing is written, and the result is None.
+
+    Raises:
+        CheckpointError: on all ranks, if the model cannot be written.
     """
     if getattr(model, "pretrained", None) is None:
         return None
-    folder = run / "model"
-    if comm.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # the model may have been saved before
-    comm.barrier()
-    engine.save_pretrained(folder)
+    folder, new = run / MODEL, run / f"{MODEL}.new"
+    with fail_on_all(comm, new):
+        if comm.rank == 0 and new.exists():  # left behind by a killed run
+            shutil.rmtree(new)
+    engine.save_pretrained(new)
+    with fail_on_all(comm, folder):
+        if comm.rank == 0:
+            if folder.exists():
+                shutil.rmtree(folder)
+            new.rename(folder)
     return folder

@@ -40,7 +40,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from farandole.comm.notices import warn_once
 from farandole.data.wording import disk_failure
 from farandole.train.config import ConfigError
-from farandole.train.run_folder import DiskError
+from farandole.train.run_folder import LOSS_CURVE, DiskError
 
 Record = dict[str, float]
 
@@ -224,15 +224,19 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     records = read_metrics(run / "metrics.jsonl")
-    training = [(r["step"], r["loss"]) for r in records if math.isfinite(r.get("loss", math.nan))]
-    validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    training, validation = (
+        [(r["step"], r[name]) for r in records if math.isfinite(r.get(name, math.nan))]
+        for name in ("loss", "validation_loss")
+    )
 
     figure = plt.figure(figsize=(8, 4.5), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
     axes = figure.subplots()
-    axes.plot(*zip(*training, strict=True), color=_TRAINING, linewidth=0.8, alpha=0.35)
-    smooth = _smooth(training)
-    axes.plot(*zip(*smooth, strict=True), color=_TRAINING, linewidth=2)
-    ends = [("training", smooth[-1], _TRAINING)]
+    ends: list[tuple[str, Point, str]] = []
+    if training:  # with fp16, all losses can be infinite
+        axes.plot(*zip(*training, strict=True), color=_TRAINING, linewidth=0.8, alpha=0.35)
+        smooth = _smooth(training)
+        axes.plot(*zip(*smooth, strict=True), color=_TRAINING, linewidth=2)
+        ends.append(("training", smooth[-1], _TRAINING))
     if validation:
         dots = axes.plot(*zip(*validation, strict=True), "o-", color=_VALIDATION, linewidth=1.6, markersize=4)
         dots[0].set_clip_on(False)  # the last point lies on the border
@@ -255,9 +259,10 @@ def draw_loss_curve(run: Path, title: str, label: str = "loss") -> Path:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.tick_params(colors=_INK, length=0)
-    axes.set_xlim(0, training[-1][0])  # the layout reserves space to the right for the line labels
+    last = max((point[0] for _, point, _ in ends), default=1)
+    axes.set_xlim(0, last)  # the layout reserves space to the right for the line labels
 
-    path = run / "loss.png"
+    path = run / LOSS_CURVE
     figure.savefig(path)
     plt.close(figure)
     return path

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from farandole.comm.notices import warn
 from farandole.data.wording import counted, disk_failure, short, size
 from farandole.launch.runtime import Runtime
 from farandole.memory.disk import Budget, OffloadError
@@ -68,19 +70,53 @@ class Progress:
         ]
 
 
+class _ProgressStream:
+    """A text stream that logs a warning at the first failed write and then discards all output."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a sample can contain any character
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None)
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def _attempt(self, action: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self._stream = None
+            warn(
+                f"cannot print the progress: {error}; training continues, and the metrics are written to files"
+            )
+
+
 _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 
 class ProgressLine:
     """Shows `Progress`, and prints notes.
 
-    On a terminal, notes appear above the progress line, and `show` is fast enough to call in every step.
+    On a terminal, notes appear above the progress line, and `show` is fast enough to call in every step.  If `stream`
+    cannot be written, the output is discarded.  `stream` is standard output by default.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        stream = stream or sys.stdout
-        self.is_live = stream.isatty()
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        output = _ProgressStream(stream or sys.stdout)  # sys.stdout is None if its descriptor was closed
+        self.is_live = output.isatty()
+        self._console = Console(
+            file=cast(TextIO, output), highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         self._live: Live | None = None
         if self.is_live:
             self._live = Live(console=self._console, refresh_per_second=5, transient=True)
@@ -288,7 +324,7 @@ class Observer:
             curve = draw_loss_curve(self._run, title, f"loss per {self._task.unit.removesuffix('s')}")
             if report:
                 self._metrics.write_sample(self._trainer.step_number, report)
-                sample.write_text(report)
+                sample.write_text(report, encoding="utf-8")
             self._line.note(f"{done}; loss curve {curve}" + (f", sample {sample}" if report else ""))
         except (OSError, DiskError) as error:  # the checkpoint is already saved
             why = disk_failure(error, self._run) if isinstance(error, OSError) else error

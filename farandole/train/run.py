@@ -37,23 +37,26 @@ from farandole.train.tasks import make_task
 from farandole.train.trainer import Trainer
 
 
-def train(config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime) -> signal.Signals | None:
+def train(
+    config: TrainConfig, run: Path, resume: Path | None, runtime: Runtime, is_newest: bool = False
+) -> signal.Signals | None:
     """Train the configured model, and write the results to folder `run`.  Collective call.
 
-    If `resume` is not None, training continues from this checkpoint.
+    If `resume` is not None, training continues from this checkpoint.  If `is_newest`, this checkpoint must be the newest
+    checkpoint of the run.
 
     Returns:
         The signal that ended the run before its last step, or None.
 
     Raises:
         FloatingPointError: if the training diverges.
-        CheckpointError: if a checkpoint cannot be loaded or saved.
+        CheckpointError: if a checkpoint cannot be loaded or saved, or `resume` is not the newest checkpoint.
     """
     keep_freed_memory()
     # warnings were shown when the task was checked; on other hosts, the text may be tokenized now
     with _errors_only(), without_timeout(runtime.comm):
         task = make_task(task_config(config, resume))
-    with StopSignals() as stop, RunLock(run, runtime.comm):
+    with StopSignals() as stop, RunLock(run, runtime.comm, resume if is_newest else None):
         choice = _precision(config, resume, runtime)
         trainer = Trainer(config, task, choice.name, runtime.comm, runtime.device, resume is not None)
         earlier_s, resumed_step = 0.0, None
@@ -266,7 +269,7 @@ def _run(given: TrainingJobSpec, runtime: Runtime) -> None:
     """Run a job on this rank.  If a signal ends the run early, exit with status 128 plus the signal's number."""
     pause_collection()  # resumed at the first step
     try:
-        ended_by = train(given.config, given.run, given.checkpoint, runtime)
+        ended_by = train(given.config, given.run, given.checkpoint, runtime, given.is_newest)
     except REFUSALS as refusal:
         raise SystemExit(str(refusal)) from refusal
     finally:

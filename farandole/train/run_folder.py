@@ -4,6 +4,7 @@
         config.toml  metrics.jsonl  samples.jsonl  tensorboard/  loss.png  sample.txt
         trace.json               with `profile`: the trace of the first steps
         base/                    for a model folder: its configuration and tokenizer files
+        model/                   for a model folder: the trained model
         checkpoints/step-000100/
             train.json           step, samples consumed, ranks, precision and configuration, as JSON
             state/               written by `engine.save`: weights, optimizer, loss scale, random generators
@@ -24,6 +25,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from farandole.train.config import TrainConfig
 
 STATE, WEIGHTS, METADATA, TOKENIZER = "state", "model.safetensors", "train.json", "tokenizer.json"
-ADAPTER, BASE, TRACE = "adapter", "base", "trace.json"
+ADAPTER, BASE, MODEL, TRACE, LOSS_CURVE = "adapter", "base", "model", "trace.json", "loss.png"
 STATE_INDEX = "state/.metadata"
 LOCK = ".lock"
 
@@ -87,11 +89,8 @@ def new_run(config: TrainConfig) -> Path:
             run.rmdir()
             raise
     except OSError as error:
-        why = disk_failure(
-            error, next(folder for folder in [out, *out.absolute().parents] if folder.is_dir())
-        )
         raise ConfigError(
-            f"out={config.out}: cannot create a run: {why}; choose another folder with out=FOLDER"
+            f"out={config.out}: cannot create a run: {disk_failure(error, out)}; choose another folder with out=FOLDER"
         ) from None
     return run
 
@@ -167,10 +166,10 @@ def _named_checkpoint(path: Path) -> Path | None:
     path = path.expanduser()
     if not os.path.isdir(path):  # unlike Path.is_dir, returns False for a name that is too long
         what = "is not a folder" if os.path.exists(path) else "does not exist"
-        near = difflib.get_close_matches(path.name, _entries(path.parent), n=1)
+        near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise CheckpointError(f"{path} {what}: expected a checkpoint, a run, or a folder of runs{hint}")
-    if (path / METADATA).exists():
+    if os.path.exists(path / METADATA):
         return path
     if not _is_run(path):
         return None
@@ -180,25 +179,42 @@ def _named_checkpoint(path: Path) -> Path | None:
 
 
 def _runs(path: Path) -> list[Path]:
-    return [folder for folder in path.expanduser().iterdir() if _is_run(folder)]
+    """Return the runs in folder `path`, without folders that cannot be read.  Raises `CheckpointError`."""
+    return [folder for folder in _entries(path) if _is_run(folder)]
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.toml").is_file() or (folder / "checkpoints").is_dir()
+    # unlike the methods of Path, these functions return False for a folder that cannot be read
+    has_files = os.path.isfile(folder / "config.toml") or os.path.isdir(folder / "checkpoints")
+    return has_files and os.access(folder, os.R_OK)
 
 
 def _last_written(run: Path) -> float:
     """Return the time of a run's last write, in seconds since the epoch."""
-    return max(entry.stat().st_mtime for entry in (run, *run.iterdir()))
+    times = [run.lstat().st_mtime]
+    for entry in _entries(run):
+        with suppress(OSError):  # deleted by a running job
+            times.append(entry.lstat().st_mtime)
+    return max(times)
 
 
 def _no_checkpoint(path: Path) -> str:
-    found = ", ".join(_entries(path)[:8]) or "nothing"
+    found = ", ".join(_names(path)[:8]) or "nothing"
     return f"no checkpoint in {path} or in a run in this folder; found: {found}"
 
 
-def _entries(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.expanduser().iterdir()) if os.path.isdir(folder) else []
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in _entries(folder)) if os.path.isdir(folder.expanduser()) else []
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the files and folders in `folder`.  Raises `CheckpointError` if `folder` cannot be read."""
+    try:
+        return list(folder.expanduser().iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read folder {folder}: {error.strerror}; choose a readable run or folder of runs"
+        ) from None
 
 
 # ---- checkpoints ----
@@ -241,7 +257,8 @@ def read_metadata(folder: Path) -> Metadata:
 def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first."""
     found = (run / "checkpoints").glob("step-*")
-    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
+    named = (path for path in found if path.name.removeprefix("step-").isdecimal())
+    return sorted((path for path in named if os.path.isdir(path)), key=step_of)
 
 
 def check_complete(folder: Path) -> None:
@@ -254,6 +271,15 @@ def check_complete(folder: Path) -> None:
     if found != expected:
         problem = f"its header requires {expected}" if expected else "its header is truncated or damaged"
         raise damaged_error(folder, f"{WEIGHTS} has {found} bytes, but {problem}")
+
+
+def has_results(checkpoint: Path) -> bool:
+    """Return whether the run has written its model and its loss curve after `checkpoint`."""
+    run = checkpoint.parent.parent
+    curve = run / LOSS_CURVE  # written after the model
+    if not os.path.isfile(curve) or (os.path.isdir(run / BASE) and not os.path.isdir(run / MODEL)):
+        return False
+    return curve.stat().st_mtime > (checkpoint / METADATA).stat().st_mtime
 
 
 def damaged_error(folder: Path, why: str) -> CheckpointError:
@@ -291,12 +317,15 @@ def step_of(checkpoint: Path) -> int:
 class RunLock:
     """A lock on a run, held by rank 0 during training.  The kernel releases the lock when the process ends.
 
+    Args:
+        newest: the newest checkpoint of the run when the job was checked, or None if the job does not depend on it.
+
     Raises:
-        CheckpointError: on all ranks, if another job holds the lock.
+        CheckpointError: on all ranks, if another job holds the lock or has changed the newest checkpoint.
     """
 
-    def __init__(self, run: Path, comm: Communicator) -> None:
-        self._run, self._comm = run, comm
+    def __init__(self, run: Path, comm: Communicator, newest: Path | None = None) -> None:
+        self._run, self._comm, self._newest = run, comm, newest
         self._file: IO[str] | None = None
 
     def __enter__(self) -> None:
@@ -325,6 +354,13 @@ class RunLock:
             holder = file.read().strip() or "another process"
             file.close()
             return f"{self._run} is in use by {holder}: wait until it ends, or stop it, then use --resume"
+        if self._newest is not None and (found := checkpoints(self._run)[-1:]) != [self._newest]:
+            file.close()
+            now = f"is now {found[0].name}" if found else "was deleted"
+            return (
+                f"another job has trained in {self._run}: its newest checkpoint was {self._newest.name} when this job "
+                f"started, and {now}; run the command again"
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {gethostname()}")
         file.flush()

@@ -41,6 +41,7 @@ from farandole.train.run_folder import (
     check_complete,
     check_out,
     checkpoint_to_resume,
+    has_results,
     new_run,
     read_metadata,
     weights_file,
@@ -92,11 +93,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """A validated run on `ranks` ranks.  The run starts from `checkpoint`, or from the beginning if this is None."""
+    """A validated run on `ranks` ranks.  The run starts from `checkpoint`, or from the beginning if this is None.
+
+    `is_newest` means that `checkpoint` was selected because no checkpoint of the run is newer.
+    """
 
     config: TrainConfig
     ranks: int
     checkpoint: Path | None = None
+    is_newest: bool = False
 
 
 def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
@@ -117,21 +122,29 @@ def task_config(config: TrainConfig, checkpoint: Path | None) -> TrainConfig:
 
 @dataclass(frozen=True)
 class TrainingJobSpec:
-    """The job specification sent to every rank: the configuration, the run's folder and the checkpoint to resume."""
+    """The job specification sent to every rank: the configuration, the run's folder and the checkpoint to resume.
+
+    If `is_newest`, the job must not start once another job has saved a newer checkpoint.
+    """
 
     config: TrainConfig
     run: Path
     checkpoint: Path | None = None
+    is_newest: bool = False
 
     def dump(self) -> str:
         """Return the job specification as JSON."""
-        return json.dumps([self.config.model_dump(), str(self.run), str(self.checkpoint or "")])
+        return json.dumps(
+            [self.config.model_dump(), str(self.run), str(self.checkpoint or ""), self.is_newest]
+        )
 
     @staticmethod
     def load(text: str) -> TrainingJobSpec:
         """Parse the result of `dump`."""
-        config, run, checkpoint = json.loads(text)
-        return TrainingJobSpec(parse_config(config), Path(run), Path(checkpoint) if checkpoint else None)
+        config, run, checkpoint, is_newest = json.loads(text)
+        return TrainingJobSpec(
+            parse_config(config), Path(run), Path(checkpoint) if checkpoint else None, is_newest
+        )
 
 
 def read_request(words: Sequence[str], resume: bool) -> Request:
@@ -239,12 +252,15 @@ def default_ranks(config: TrainConfig) -> int:
 def job_spec(start: Start) -> TrainingJobSpec:
     """Return the job specification of a run, and create the folder of a new run.  Raises `ConfigError`."""
     if start.checkpoint is not None:
-        return TrainingJobSpec(start.config, start.checkpoint.parent.parent, start.checkpoint)
+        return TrainingJobSpec(
+            start.config, start.checkpoint.parent.parent, start.checkpoint, start.is_newest
+        )
     return TrainingJobSpec(start.config, new_run(start.config))
 
 
 def _resumed(request: Request, ranks: int | None) -> Start:
-    checkpoint = checkpoint_to_resume(request.folder or _folder_of_runs(request))
+    folder = (request.folder or _folder_of_runs(request)).expanduser()
+    checkpoint = checkpoint_to_resume(folder)
     run = checkpoint.parent.parent
     if checkpoint.parent.name != "checkpoints" or not (run / "config.toml").is_file():
         raise CheckpointError(
@@ -284,12 +300,12 @@ def _resumed(request: Request, ranks: int | None) -> Start:
             f"checkpoint {checkpoint} belongs to another configuration: {'; '.join(changed)}. "
             f"Restore these values, or start a new run; only {', '.join(CHANGEABLE)} can be changed"
         )
-    if saved.step >= config.steps:
+    if saved.step > config.steps or (saved.step == config.steps and has_results(checkpoint)):
         raise CheckpointError(
             f"checkpoint {checkpoint} is at step {saved.step} of {config.steps}: the run is complete; "
             f"to train longer, use steps={2 * saved.step}"
         )
-    return Start(config, ranks, checkpoint)
+    return Start(config, ranks, checkpoint, is_newest=checkpoint != folder)
 
 
 def _check_ranks(config: TrainConfig, ranks: int) -> None:

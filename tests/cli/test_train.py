@@ -143,6 +143,8 @@ def test_resume_finds_the_newest_checkpoint_and_its_configuration(launched: list
         assert job_spec.run == Path("runs/tiny-1")
         assert job_spec.checkpoint == Path("runs/tiny-1/checkpoints/step-000010")
         assert job_spec.config.steps == 20
+        assert job_spec.is_newest == ("checkpoints" not in words[0])
+        assert TrainingJobSpec.load(job_spec.dump()) == job_spec
     assert _train("--resume", "steps=50", "log.every=1").exit_code == 0
     assert launched[0][0].config.steps == 50
     assert _train("--resume", "--ranks", "4", "plan.zero=3").exit_code == 0
@@ -214,10 +216,21 @@ def test_a_changed_configuration_cannot_resume(
     launched: list[Any], words: tuple[str, ...], says: str
 ) -> None:
     _checkpoint(Path("runs/tiny-1"), 10)
+    Path("runs/tiny-1/loss.png").touch()
     result = _train("--resume", *words)
     assert result.exit_code == 2
     assert says in result.output
     assert not launched
+
+
+def test_a_complete_run_without_results_resumes(launched: list[Any]) -> None:
+    checkpoint = _checkpoint(Path("runs/tiny-1"), 20)
+    assert _train("--resume").exit_code == 0
+    assert launched[0][0].checkpoint == checkpoint
+    Path("runs/tiny-1/loss.png").touch()
+    os.utime("runs/tiny-1/loss.png", (0, 0))  # the curve of an earlier job that trained fewer steps
+    assert _train("--resume").exit_code == 0
+    assert _train("--resume", "steps=19").exit_code == 2
 
 
 def test_a_damaged_checkpoint_is_named(launched: list[Any]) -> None:

@@ -135,10 +135,22 @@ def test_full_disk_is_reported_and_leaves_no_files(
 
     monkeypatch.setattr(module, "_build", full)
     with pytest.raises(
-        DataError, match=r"not enough disk space for tokens in .* choose another folder with data.cache="
+        DataError,
+        match=r"cannot write tokens to .*: no space left on the disk \(.* free\).*; choose another folder with data.cache=",
     ):
         _prepare(corpus, cache)
     assert [p for p in cache.rglob("*") if p.suffix != ".lock"] == [cache / "tokens"]
+
+
+def test_full_disk_without_space_for_the_cache_folder_is_reported(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, **_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr(Path, "mkdir", full)  # no inode is free
+    with pytest.raises(DataError, match=r"cannot write tokens to .*: no space left on the disk \(.* free\)"):
+        _prepare(corpus, cache)
 
 
 def test_unwritable_cache_is_reported(corpus: Path, tmp_path: Path) -> None:

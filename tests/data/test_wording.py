@@ -1,10 +1,14 @@
-"""Formatting of numbers and sizes."""
+"""Formatting of numbers, sizes and disk errors."""
 
 from __future__ import annotations
 
+import errno
+import shutil
+from pathlib import Path
+
 import pytest
 
-from farandole.data.wording import counted, short, size
+from farandole.data.wording import counted, disk_failure, short, size
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 tokens"), (1, "1 token"), (12345, "12,345 tokens")])
@@ -24,3 +28,22 @@ def test_short(number: int, text: str) -> None:
 )
 def test_size(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_disk_failure_in_a_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, full = tmp_path / "runs" / "moved", OSError(errno.ENOSPC, "No space left on device")
+    advice = "; see 'farandole explain no-space-left-on-the-disk'"
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 7, path == tmp_path and 2)
+    )
+    assert disk_failure(full, folder) == f"no space left on the disk (2 bytes free){advice}"
+    assert disk_failure("failed", folder, 2) == "failed"
+    needed = "(about 3 bytes needed, 2 bytes free)"
+    assert disk_failure("failed", folder, 3) == f"no space left on the disk {needed}{advice}"
+
+    def fail(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(shutil, "disk_usage", fail)
+    assert disk_failure(full, folder) == f"no space left on the disk{advice}"
+    assert disk_failure("failed", folder, 3) == "failed"

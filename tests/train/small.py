@@ -35,10 +35,12 @@ def make_trainer(words: list[str], precision: Precision = "fp32", preset: str = 
     return Trainer(config, make_task(config), precision, world(), torch.device("cpu"))
 
 
-def train_here(rank: int, size: int, words: list[str], run: Path, resume: Path | None = None) -> None:
+def train_here(
+    rank: int, size: int, words: list[str], run: Path, resume: Path | None = None, is_newest: bool = False
+) -> None:
     """Execute a complete run of preset `words[0]` in folder `run` on the pool's ranks."""
     runtime = Runtime(rank, size, rank, size, "host", torch.device("cpu"), "test", world(), _owns_group=False)
     if rank == 0:
         run.mkdir(parents=True, exist_ok=True)
     runtime.comm.barrier()
-    train(load_config(words[0], words[1:]), run, resume, runtime)
+    train(load_config(words[0], words[1:]), run, resume, runtime, is_newest)

@@ -17,7 +17,7 @@ from farandole.comm.communicator import Communicator
 from farandole.comm.errors import RankLate
 from farandole.train.checkpoint import CheckpointWriter
 from farandole.train.run import without_timeout
-from farandole.train.run_folder import checkpoints
+from farandole.train.run_folder import CheckpointError, checkpoints
 from tests.models.hf.folders import conversations, model_with_tokenizer, write_jsonl
 from tests.train.small import make_trainer, overrides, train_here, world
 
@@ -33,6 +33,38 @@ def test_a_resumed_run_keeps_its_tokenizer_if_the_text_changes(ranks: Any, tmp_p
         text.writelines(f"{n} other words, which make other tokens\n" for n in range(2000))
     ranks(1).run(train_here, [*words, "steps=3"], run, first)
     assert (checkpoints(run)[-1] / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+
+
+def _refused(rank: int, size: int, *given: Any) -> str:
+    try:
+        train_here(rank, size, *given)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_job_is_refused_if_another_job_has_changed_the_newest_checkpoint(
+    ranks: Any, tmp_path: Path
+) -> None:
+    words = ["tiny", *overrides(tmp_path), *QUIET]
+    run = tmp_path / "run"
+    ranks(2).run(train_here, [*words, "steps=2"], run)
+    (chosen,) = checkpoints(run)
+    later = chosen.with_name("step-000003")
+    shutil.copytree(chosen, later)
+    changed = (
+        f"another job has trained in {run}: its newest checkpoint was step-000002 when this job started, and "
+    )
+    for message in ranks(2).run(_refused, [*words, "steps=4"], run, chosen, True):
+        assert message.startswith(f"{changed}is now step-000003; run the command again")
+    assert checkpoints(run) == [chosen, later]
+    shutil.rmtree(later)
+    moved = chosen.rename(tmp_path / "moved")
+    for message in ranks(2).run(_refused, [*words, "steps=4"], run, chosen, True):
+        assert message.startswith(f"{changed}was deleted; run the command again")
+    moved.rename(chosen)
+    assert ranks(2).run(_refused, [*words, "steps=4"], run, chosen, True) == ["", ""]
+    assert ranks(2).run(_refused, [*words, "steps=5"], run, chosen, False) == ["", ""]  # moves step 4
 
 
 def _saves_after_the_cache_was_deleted(rank: int, size: int, words: list[str], run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -36,6 +37,19 @@ def test_unusual_values_round_trip_through_toml() -> None:
     ]
     config = load_config("tiny", words)
     assert parse_config(tomllib.loads(config.to_toml())) == config
+
+
+def test_options_round_trip_through_toml(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'preset = "tiny"\n[options]\nplain = 1\n"a.b" = 2\n"" = 3\n"\\n\\"" = [[], [true, 1.0, -inf]]\n'
+        'layers = [{size = 3, "x y" = {names = ["a\\nb"], "c.d" = {}}}, {}]\n'
+    )
+    config = load_config(str(path))
+    assert config.options["layers"] == [{"size": 3, "x y": {"names": ["a\nb"], "c.d": {}}}, {}]
+    assert config.options["a.b"] == 2
+    assert parse_config(tomllib.loads(config.to_toml())) == config
+    assert parse_config(json.loads(json.dumps(config.model_dump()))) == config
 
 
 def test_default_preset_has_every_key() -> None:
@@ -100,6 +114,8 @@ def test_incomplete_configurations_are_refused() -> None:
         ("precision=bf16", "unknown key precision; did you mean plan.precision?"),
         ("options=3", "unknown key options"),
         ("options.date=2026-01-02", ": expected a boolean or integer or number or string or array"),
+        ("options.days=[2026-01-02]", "number or string or array, with dates as strings; see"),
+        ("options.days=[{day=2026-01-02}]", "number or string or array, with dates as strings; see"),
         ("log.wandb=maybe", "log.wandb='maybe': expected a boolean"),
         ("plan.lora_targets=[3]", "plan.lora_targets=[3]: expected a string or array"),
         (

@@ -124,6 +124,33 @@ def _validation(run: Path) -> list[float]:
     return [record["validation_loss"] for record in records if "validation_loss" in record]
 
 
+def test_resuming_repeats_a_failed_export(folder: Path) -> None:
+    command = _sft(folder, "steps=2")
+    assert command.end() == 0, command.output
+    run = only_run(folder / "runs")
+    weights = run / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    (run / "model.new").touch()  # a file, which cannot be removed as a folder
+    command = Command(folder, "train", "--resume", str(run), "steps=3")
+    assert command.end() != 0
+    assert "step-000003 is saved; to resume: farandole train --resume" in command.output
+    assert "Traceback" not in command.output
+    assert weights.read_bytes() == before
+    (run / "model.new").unlink()
+    command = Command(folder, "train", "--resume", str(run), "steps=3")
+    assert command.end() == 0, command.output
+    assert "resuming after step 3" in command.output
+    assert weights.read_bytes() != before
+    assert list(losses(run)) == [1, 2, 3]
+    command = Command(folder, "train", "--resume", str(run), "steps=3")
+    assert command.end() == 2
+    assert "the run is complete" in command.output
+    shutil.rmtree(run / "model")
+    command = Command(folder, "train", "--resume", str(run), "steps=3")
+    assert command.end() == 0, command.output
+    assert weights.exists()
+
+
 def test_resuming_a_run_without_its_model_files_is_refused(folder: Path) -> None:
     command = _sft(folder, "steps=2", "checkpoint.every=1")
     assert command.end() == 0, command.output

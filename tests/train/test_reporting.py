@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,7 +21,8 @@ from farandole.train.observer import Progress, ProgressLine, minutes
 from farandole.train.run import StopSignals
 from farandole.train.run_folder import DiskError
 from farandole.train.start import check_wandb
-from tests.train.command import Command
+from tests.forked_python import ForkedPython
+from tests.train.command import ROOT, Command
 from tests.train.small import overrides
 
 FULL = Path("/dev/full")
@@ -93,6 +98,15 @@ def test_loss_curve_of_short_and_long_runs(tmp_path: Path, steps: int, validated
     assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
 
 
+def test_loss_curve_without_finite_losses(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path, tensorboard=False)
+    metrics.write(1, {"loss": float("inf")})
+    metrics.write(1, {"validation_loss": float("nan")})
+    assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
+    metrics.write(1, {"validation_loss": 4.0})
+    assert draw_loss_curve(tmp_path, "a run").stat().st_size > 5000
+
+
 def test_progress_is_plain_lines_without_a_terminal() -> None:
     stream = io.StringIO()
     with ProgressLine(stream) as line:
@@ -121,6 +135,67 @@ def test_progress_is_one_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert "━ step   5/100  loss 3.250  12,346 tokens/s  1:05 left  communication 3.1%" in re.sub(
         r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown
     )
+
+
+def _closed_pipe() -> TextIO:
+    read, write = os.pipe()
+    os.close(read)
+    return open(write, "w")
+
+
+@pytest.mark.parametrize("open_stream", [_closed_pipe, lambda: FULL.open("w")])
+def test_failed_output_is_reported_once_and_discarded(
+    open_stream: Callable[[], TextIO], caplog: pytest.LogCaptureFixture
+) -> None:
+    if not FULL.exists():
+        pytest.skip("needs /dev/full, a file on a disk that is always full")
+    stream = open_stream()
+    with ProgressLine(stream) as line:
+        for step in range(1, 4):
+            line.note("a note")
+            line.show(Progress(step, 100, 3.25, 12345.6, 65.0, 0.031))
+    (message,) = caplog.messages
+    assert message.startswith("farandole: cannot print the progress: [Errno ")
+    assert message.endswith("; training continues, and the metrics are written to files")
+    with suppress(OSError):
+        stream.close()
+
+
+def test_closed_output_is_discarded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    ProgressLine().note("a note")
+    assert not caplog.messages
+    stream = io.StringIO()
+    line = ProgressLine(stream)
+    stream.close()
+    line.note("a note")
+    assert len(caplog.messages) == 1
+
+
+def test_characters_outside_the_encoding_are_escaped() -> None:
+    written = io.BytesIO()
+    with ProgressLine(io.TextIOWrapper(written, "ascii")) as line:
+        line.note("caf\u00e9 \ufffd")
+    assert written.getvalue() == b"caf\\xe9 \\ufffd\n"
+
+
+def _fill_stdout() -> None:
+    os.dup2(os.open(FULL, os.O_WRONLY), 1)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a file on a disk that is always full")
+def test_training_continues_if_standard_output_is_full(tmp_path: Path) -> None:
+    words = [*overrides(tmp_path), "steps=3", "plan.precision=fp32", "log.tensorboard=false", "-n", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = ["-m", "farandole", "train", "tiny", *words]
+    process = ForkedPython(command, environment, tmp_path, enter=_fill_stdout, fork_ranks=True)
+    _, errors = process.communicate(100)
+    assert process.returncode == 0, errors
+    assert errors.count("cannot print the progress") == 1
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "loss.png").exists()
 
 
 def test_narrow_terminals_omit_the_last_parts() -> None:

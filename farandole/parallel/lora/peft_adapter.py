@@ -246,8 +246,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
             for path in partial:
                 path.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-        why = disk_failure(error if isinstance(error, OSError) else str(error), there, needed)
+        why = disk_failure(error if isinstance(error, OSError) else str(error), folder, needed)
         raise AdapterError(f"cannot save the adapter to {folder}: {why}") from error
 
 
