@@ -181,7 +181,7 @@ class Engine:
         """Make the background thread test `pending` until it is complete."""
         with self._wake:
             self._open.append(pending)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._main, name="farandole-mpi", daemon=True)
                 self._thread.start()
             elif self._asleep:
@@ -192,7 +192,7 @@ class Engine:
 
         The callers' local variables hold the tensors, so this method keeps the callers' stack frames alive.
         """
-        self.watch(Abandoned(request, sys._getframe(1)))
+        self.watch(Abandoned(request, sys._getframe(1), self.mpi.Exception))
 
     def _main(self) -> None:
         last_used = time.monotonic()
@@ -239,13 +239,17 @@ class Engine:
 class Abandoned:
     """An abandoned request, and the stack frame that keeps its memory alive."""
 
-    def __init__(self, request: Any, frame: Any) -> None:
+    def __init__(self, request: Any, frame: Any, error: type[Exception]) -> None:
         self._request = request
         self._frame = frame
+        self._error = error
 
     def advance(self) -> bool:
-        """Test the request; return whether it is complete."""
-        return bool(self._request.Test())
+        """Test the request; return whether it has completed or failed."""
+        try:
+            return bool(self._request.Test())
+        except self._error:
+            return True
 
 
 @functools.cache

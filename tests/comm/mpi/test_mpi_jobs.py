@@ -316,3 +316,35 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
             rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 6 s; its current call is unknown to this host",
             out,
         ), out
+
+
+ABANDONED = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("farandole-mpi", init_method="mpi://", timeout=timedelta(seconds=20))
+rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+if rank == 1:
+    time.sleep(1)
+try:
+    dist.broadcast(torch.ones(4 + 4 * rank), 1, group=group)
+except RuntimeError as error:
+    print(rank, type(error).__name__, flush=True)
+large = torch.full((1 << 20,), float(rank))
+if rank == 0:
+    time.sleep(1)  # meanwhile, the broadcast of rank 1 arrives
+    work = dist.irecv(large, 1)
+    time.sleep(4)
+    print("received", large.mean().item(), flush=True)
+    work.wait()
+else:
+    start = time.monotonic()
+    dist.send(large, 0)
+    print("sent", time.monotonic() - start < 3, flush=True)
+"""
+
+
+def test_messages_progress_after_an_abandoned_call_has_failed(tmp_path):
+    """Rank 0 stops waiting for a broadcast, which then fails because rank 1 passes another size."""
+    code, out, errors = run_script(tmp_path, 2, ABANDONED)
+    assert code == 0 and "Exception in thread" not in errors, errors
+    assert "0 RankLate" in out and "received 1.0" in out and "sent True" in out, out
