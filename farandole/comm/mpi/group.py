@@ -6,6 +6,7 @@ with the shared-memory backend.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -26,7 +27,7 @@ from farandole.comm.mpi.engine import SPINS, Engine, engine
 from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
 from farandole.comm.mpi.messages import Messages
 from farandole.comm.mpi.waiting import SLOW_S, Waiting
-from farandole.comm.notices import StallWarning
+from farandole.comm.notices import StallWarning, warn
 from farandole.native import Call, Failure, Status
 
 PIECE_BYTES = 1 << 30
@@ -177,10 +178,19 @@ class MpiGroup:
         """Free the communicator; no call may be pending."""
         if not self.handle or self._owner != os.getpid():
             return
-        self.handle = None
-        if self._broken is None and not self.engine.mpi.Is_finalized():
-            with self.engine.lock:
-                self.comm.Free()
+        self.handle, mpi, status = None, self.engine.mpi, self.engine.mpi.Status()
+        if self._broken is not None or mpi.Is_finalized():
+            return
+        unreceived = False
+        # MPICH fails to free a communicator with messages that were never received
+        with self.engine.lock, contextlib.suppress(mpi.Exception):
+            unreceived = self.comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)
+            self.comm.Free()
+        if unreceived:
+            warn(
+                f"messages to {self.membership.rank(self.rank)} of {self.membership.group} were never received; the "
+                f"first is from {self.membership.rank(status.Get_source())} with tag {status.Get_tag()}"
+            )
 
     # ---- called by `MpiCore` ----
 

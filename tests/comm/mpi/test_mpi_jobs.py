@@ -348,3 +348,25 @@ def test_messages_progress_after_an_abandoned_call_has_failed(tmp_path):
     code, out, errors = run_script(tmp_path, 2, ABANDONED)
     assert code == 0 and "Exception in thread" not in errors, errors
     assert "0 RankLate" in out and "received 1.0" in out and "sent True" in out, out
+
+
+def test_messages_that_were_never_received_are_reported_when_the_group_is_destroyed(tmp_path):
+    body = """
+if rank == 0:
+    dist.isend(torch.ones(4), 1, tag=3).wait()
+dist.barrier()
+dist.destroy_process_group()
+dist.init_process_group("farandole-mpi")
+dist.barrier()
+dist.destroy_process_group()
+print("done", flush=True)
+"""
+    code, out, errors = run_script(tmp_path, 2, ENDS.format(body=body))
+    assert code == 0 and out.count("done") == 2, errors
+    process = r"\(process \d+\)"
+    (warning,) = [line for line in errors.splitlines() if line.startswith("farandole: ")]
+    assert re.fullmatch(
+        rf"farandole: messages to rank 1 {process} of the default group were never received; the first is from rank 0 "
+        rf"{process} with tag 3",
+        warning,
+    ), warning
