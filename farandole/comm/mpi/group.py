@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from socket import gethostname
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -263,23 +264,48 @@ class MpiGroup:
 
     def compare(self, background: bool) -> None:
         """Raise `CallMismatch` unless all ranks make the same call; used only if TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-        own_call = torch.tensor([self._index, *self._call], device="cpu")
-        calls = torch.empty(self.size, own_call.numel(), dtype=own_call.dtype, device="cpu")
-        request = self.start(self.comm.Iallgather, own_call.numpy(), calls.numpy())
-        self.finish(request, 0, background=background)
-        same = [row == calls[0].tolist() for row in calls.tolist()]
-        if all(same):
-            return
+        calls = self._gather([self._index, *self._call], background)
         # the culprit is the first rank whose call differs from the most frequent call
-        common = max(range(self.size), key=lambda r: sum(row == calls[r].tolist() for row in calls.tolist()))
-        culprit = next(r for r in range(self.size) if calls[r].tolist() != calls[common].tolist())
-        failure = Failure(
-            status=Status.MISMATCH,
-            culprit=culprit,
-            reporter=common,
-            culprit_call=_call(*calls[culprit].tolist()),
-            reporter_call=_call(*calls[common].tolist()),
-        )
+        common = max(range(self.size), key=lambda r: calls.count(calls[r]))
+        for culprit, call in enumerate(calls):
+            if call != calls[common]:
+                self._break(
+                    Failure(
+                        status=Status.MISMATCH,
+                        culprit=culprit,
+                        reporter=common,
+                        culprit_call=_call(*call),
+                        reporter_call=_call(*calls[common]),
+                    )
+                )
+
+    def compare_counts(self, sends: Sequence[int], receives: Sequence[int], background: bool) -> None:
+        """Raise `CallMismatch` on all ranks unless every rank receives as many elements as the others send to it."""
+        counts = self._gather([*sends, *receives], background)
+        for sender, receiver in itertools.product(range(self.size), repeat=2):
+            sent, expected = counts[sender][receiver], counts[receiver][self.size + sender]
+            if sent != expected:
+                self._break(
+                    Failure(
+                        status=Status.COUNT_MISMATCH,
+                        culprit=sender,
+                        reporter=sender,
+                        culprit_call=_call(self._index, *self._call),
+                        reporter_call=Call(count=sent, root=receiver, layout=expected),
+                    )
+                )
+
+    def _gather(self, numbers: Sequence[int], background: bool) -> list[list[int]]:
+        """Gather the same number of integers from every rank."""
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        request = self.start(self.comm.Iallgather, own.numpy(), gathered.numpy())
+        self.finish(request, 0, background=background)
+        rows: list[list[int]] = gathered.tolist()
+        return rows
+
+    def _break(self, failure: Failure) -> NoReturn:
+        """Mark the group as failed, and raise the exception for `failure`."""
         self._broken = failure_to_error(failure, self.rank, self.membership, self.timeout_s)
         raise self._broken
 

@@ -219,6 +219,33 @@ except RuntimeError as error:
     ), out
 
 
+def test_the_splits_of_all_to_all_are_compared_in_debug_mode_detail(tmp_path):
+    body = """
+for async_op in (False, True):
+    group = dist.new_group([0, 1, 2])
+    dist.all_to_all_single(torch.empty(3), torch.ones(3), group=group)
+    parts = [3, 1, 1] if rank == 1 else [1, 1, 1]  # rank 0 sends 1 element to rank 1
+    try:
+        output, ones = torch.empty(sum(parts)), [1, 1, 1]
+        work = dist.all_to_all_single(output, torch.ones(3), parts, ones, group=group, async_op=async_op)
+        if async_op:
+            work.wait()
+    except RuntimeError as error:
+        os.write(1, f"{type(error).__name__} {error}\\n".encode())
+"""
+    code, out, errors = run_script(
+        tmp_path, 3, ENDS.format(body=body), environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert code == 0, errors
+    process = r"\(process \d+\)"
+    found = re.findall(
+        rf"CallMismatch rank 0 {process} sent 1 elements to rank 1 {process}, which expected 3, in "
+        r"all_to_all\(float32\), call number 2 of group",
+        out,
+    )
+    assert len(found) == 6, out
+
+
 def alone(*arguments: str) -> tuple[int, str]:
     """Return the exit status and standard error of a Python program that is started without mpiexec."""
     status, _, err = run([sys.executable, *arguments], OMP_NUM_THREADS="1")
@@ -328,18 +355,18 @@ if rank == 1:
 try:
     dist.broadcast(torch.ones(4 + 4 * rank), 1, group=group)
 except RuntimeError as error:
-    print(rank, type(error).__name__, flush=True)
+    print(f"rank {rank}: {type(error).__name__}", flush=True)
 large = torch.full((1 << 20,), float(rank))
 if rank == 0:
     time.sleep(1)  # meanwhile, the broadcast of rank 1 arrives
     work = dist.irecv(large, 1)
     time.sleep(4)
-    print("received", large.mean().item(), flush=True)
+    print(f"received {large.mean().item()}", flush=True)
     work.wait()
 else:
     start = time.monotonic()
     dist.send(large, 0)
-    print("sent", time.monotonic() - start < 3, flush=True)
+    print(f"sent in time: {time.monotonic() - start < 3}", flush=True)
 """
 
 
@@ -347,7 +374,7 @@ def test_messages_progress_after_an_abandoned_call_has_failed(tmp_path):
     """Rank 0 stops waiting for a broadcast, which then fails because rank 1 passes another size."""
     code, out, errors = run_script(tmp_path, 2, ABANDONED)
     assert code == 0 and "Exception in thread" not in errors, errors
-    assert "0 RankLate" in out and "received 1.0" in out and "sent True" in out, out
+    assert "rank 0: RankLate" in out and "received 1.0" in out and "sent in time: True" in out, out
 
 
 def test_messages_that_were_never_received_are_reported_when_the_group_is_destroyed(tmp_path):
