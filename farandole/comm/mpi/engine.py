@@ -188,7 +188,7 @@ class Engine:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that cannot be canceled, and its memory, alive until the request is complete.
+        """Keep a pending request, and its memory, alive until the request is complete.
 
         The callers' local variables hold the tensors, so this method keeps the callers' stack frames alive.
         """
@@ -197,17 +197,10 @@ class Engine:
     def _main(self) -> None:
         last_used = time.monotonic()
         while not self._closing:
-            complete = False
-            for _ in range(BURST):
-                for pending in list(self._open):
-                    with self.lock:
-                        moved = pending.advance()
-                    if moved:
-                        self._open.remove(pending)
-                        complete = True
+            completed = sum(self._advance() for _ in range(BURST))
             now = time.monotonic()
             if self._open:
-                last_used = now if complete else last_used
+                last_used = now if completed else last_used
                 time.sleep(NAP_S if now < last_used + IDLE_S else LONG_NAP_S)
             elif now < last_used + IDLE_S:
                 time.sleep(10 * NAP_S)
@@ -217,6 +210,17 @@ class Engine:
                     self._wake.wait_for(lambda: self._open or self._closing)
                     self._asleep = False
                 last_used = time.monotonic()
+
+    def _advance(self) -> int:
+        """Test the pending operations once; return how many have completed."""
+        completed = 0
+        for pending in list(self._open):
+            with self.lock:
+                complete = pending.advance()
+            if complete:
+                self._open.remove(pending)
+                completed += 1
+        return completed
 
     def _end(self) -> None:
         """Stop the background thread at exit; abort the job if this rank failed or requests are pending."""

@@ -193,14 +193,22 @@ class MpiGroup:
                 f"first is from {self.membership.rank(status.Get_source())} with tag {status.Get_tag()}"
             )
 
-    # ---- called by `MpiCore` ----
+    # ---- called by `MpiCore` and `Messages` ----
 
-    def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
-        """Record the start of a collective; raise an exception if the group has failed."""
+    def check_usable(self) -> None:
+        """Raise an exception if the group has failed or this process was forked."""
         if self._owner != os.getpid():
             raise MpiUnavailable(NO_FORK)
         if self._broken is not None:
             raise self._broken
+
+    def fail(self, error: CommunicationError) -> None:
+        """Make all later calls of this process raise `error`."""
+        self._broken = error
+
+    def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
+        """Record the start of a collective; raise an exception if the group has failed."""
+        self.check_usable()
         self._index += 1
         self._call = (operation, kind, op, count, root)
 
