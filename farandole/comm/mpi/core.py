@@ -281,12 +281,12 @@ class MpiCore(GroupCore):
     def all_to_all(self, outputs: Parts, inputs: Parts, flags: int) -> None:
         """Send part j of `inputs` to rank j, and receive part i of `outputs` from rank i."""
         self._begin(flags, Operation.ALL_TO_ALL, inputs[0])
+        sent, received = self._counts(inputs), self._counts(outputs)
+        if self.group.compares:
+            self.group.compare_counts(sent, received, bool(flags & BACKGROUND))
         with self._collected(outputs) as whole:
             source = _apart(self._whole(inputs), whole)
-            sends, receives = (
-                self._parts(source, self._counts(inputs)),
-                self._parts(whole, self._counts(outputs)),
-            )
+            sends, receives = self._parts(source, sent), self._parts(whole, received)
             # counts differ between ranks, so all ranks pass 0 bytes to make the same choice
             self._collective(flags, "Alltoallv", 0, sends, receives)
 

@@ -181,33 +181,26 @@ class Engine:
         """Make the background thread test `pending` until it is complete."""
         with self._wake:
             self._open.append(pending)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._main, name="farandole-mpi", daemon=True)
                 self._thread.start()
             elif self._asleep:
                 self._wake.notify()
 
     def abandon(self, request: Any) -> None:
-        """Keep a request that cannot be canceled, and its memory, alive until the request is complete.
+        """Keep a pending request, and its memory, alive until the request is complete.
 
         The callers' local variables hold the tensors, so this method keeps the callers' stack frames alive.
         """
-        self.watch(Abandoned(request, sys._getframe(1)))
+        self.watch(Abandoned(request, sys._getframe(1), self.mpi.Exception))
 
     def _main(self) -> None:
         last_used = time.monotonic()
         while not self._closing:
-            complete = False
-            for _ in range(BURST):
-                for pending in list(self._open):
-                    with self.lock:
-                        moved = pending.advance()
-                    if moved:
-                        self._open.remove(pending)
-                        complete = True
+            completed = sum(self._advance() for _ in range(BURST))
             now = time.monotonic()
             if self._open:
-                last_used = now if complete else last_used
+                last_used = now if completed else last_used
                 time.sleep(NAP_S if now < last_used + IDLE_S else LONG_NAP_S)
             elif now < last_used + IDLE_S:
                 time.sleep(10 * NAP_S)
@@ -217,6 +210,17 @@ class Engine:
                     self._wake.wait_for(lambda: self._open or self._closing)
                     self._asleep = False
                 last_used = time.monotonic()
+
+    def _advance(self) -> int:
+        """Test the pending operations once; return how many have completed."""
+        completed = 0
+        for pending in list(self._open):
+            with self.lock:
+                complete = pending.advance()
+            if complete:
+                self._open.remove(pending)
+                completed += 1
+        return completed
 
     def _end(self) -> None:
         """Stop the background thread at exit; abort the job if this rank failed or requests are pending."""
@@ -239,13 +243,17 @@ class Engine:
 class Abandoned:
     """An abandoned request, and the stack frame that keeps its memory alive."""
 
-    def __init__(self, request: Any, frame: Any) -> None:
+    def __init__(self, request: Any, frame: Any, error: type[Exception]) -> None:
         self._request = request
         self._frame = frame
+        self._error = error
 
     def advance(self) -> bool:
-        """Test the request; return whether it is complete."""
-        return bool(self._request.Test())
+        """Test the request; return whether it has completed or failed."""
+        try:
+            return bool(self._request.Test())
+        except self._error:
+            return True
 
 
 @functools.cache

@@ -6,14 +6,16 @@ with the shared-memory backend.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from socket import gethostname
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from farandole.comm.mpi.engine import SPINS, Engine, engine
 from farandole.comm.mpi.library import NO_FORK, MpiUnavailable, describe_library
 from farandole.comm.mpi.messages import Messages
 from farandole.comm.mpi.waiting import SLOW_S, Waiting
-from farandole.comm.notices import StallWarning
+from farandole.comm.notices import StallWarning, warn
 from farandole.native import Call, Failure, Status
 
 PIECE_BYTES = 1 << 30
@@ -177,19 +179,36 @@ class MpiGroup:
         """Free the communicator; no call may be pending."""
         if not self.handle or self._owner != os.getpid():
             return
-        self.handle = None
-        if self._broken is None and not self.engine.mpi.Is_finalized():
-            with self.engine.lock:
-                self.comm.Free()
+        self.handle, mpi, status = None, self.engine.mpi, self.engine.mpi.Status()
+        if self._broken is not None or mpi.Is_finalized():
+            return
+        unreceived = False
+        # MPICH fails to free a communicator with messages that were never received
+        with self.engine.lock, contextlib.suppress(mpi.Exception):
+            unreceived = self.comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status)
+            self.comm.Free()
+        if unreceived:
+            warn(
+                f"messages to {self.membership.rank(self.rank)} of {self.membership.group} were never received; the "
+                f"first is from {self.membership.rank(status.Get_source())} with tag {status.Get_tag()}"
+            )
 
-    # ---- called by `MpiCore` ----
+    # ---- called by `MpiCore` and `Messages` ----
 
-    def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
-        """Record the start of a collective; raise an exception if the group has failed."""
+    def check_usable(self) -> None:
+        """Raise an exception if the group has failed or this process was forked."""
         if self._owner != os.getpid():
             raise MpiUnavailable(NO_FORK)
         if self._broken is not None:
             raise self._broken
+
+    def fail(self, error: CommunicationError) -> None:
+        """Make all later calls of this process raise `error`."""
+        self._broken = error
+
+    def begin(self, operation: int, kind: int, op: int, count: int, root: int = 0) -> None:
+        """Record the start of a collective; raise an exception if the group has failed."""
+        self.check_usable()
         self._index += 1
         self._call = (operation, kind, op, count, root)
 
@@ -253,23 +272,48 @@ class MpiGroup:
 
     def compare(self, background: bool) -> None:
         """Raise `CallMismatch` unless all ranks make the same call; used only if TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-        own_call = torch.tensor([self._index, *self._call], device="cpu")
-        calls = torch.empty(self.size, own_call.numel(), dtype=own_call.dtype, device="cpu")
-        request = self.start(self.comm.Iallgather, own_call.numpy(), calls.numpy())
-        self.finish(request, 0, background=background)
-        same = [row == calls[0].tolist() for row in calls.tolist()]
-        if all(same):
-            return
+        calls = self._gather([self._index, *self._call], background)
         # the culprit is the first rank whose call differs from the most frequent call
-        common = max(range(self.size), key=lambda r: sum(row == calls[r].tolist() for row in calls.tolist()))
-        culprit = next(r for r in range(self.size) if calls[r].tolist() != calls[common].tolist())
-        failure = Failure(
-            status=Status.MISMATCH,
-            culprit=culprit,
-            reporter=common,
-            culprit_call=_call(*calls[culprit].tolist()),
-            reporter_call=_call(*calls[common].tolist()),
-        )
+        common = max(range(self.size), key=lambda r: calls.count(calls[r]))
+        for culprit, call in enumerate(calls):
+            if call != calls[common]:
+                self._break(
+                    Failure(
+                        status=Status.MISMATCH,
+                        culprit=culprit,
+                        reporter=common,
+                        culprit_call=_call(*call),
+                        reporter_call=_call(*calls[common]),
+                    )
+                )
+
+    def compare_counts(self, sends: Sequence[int], receives: Sequence[int], background: bool) -> None:
+        """Raise `CallMismatch` on all ranks unless every rank receives as many elements as the others send to it."""
+        counts = self._gather([*sends, *receives], background)
+        for sender, receiver in itertools.product(range(self.size), repeat=2):
+            sent, expected = counts[sender][receiver], counts[receiver][self.size + sender]
+            if sent != expected:
+                self._break(
+                    Failure(
+                        status=Status.COUNT_MISMATCH,
+                        culprit=sender,
+                        reporter=sender,
+                        culprit_call=_call(self._index, *self._call),
+                        reporter_call=Call(count=sent, root=receiver, layout=expected),
+                    )
+                )
+
+    def _gather(self, numbers: Sequence[int], background: bool) -> list[list[int]]:
+        """Gather the same number of integers from every rank."""
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        gathered = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        request = self.start(self.comm.Iallgather, own.numpy(), gathered.numpy())
+        self.finish(request, 0, background=background)
+        rows: list[list[int]] = gathered.tolist()
+        return rows
+
+    def _break(self, failure: Failure) -> NoReturn:
+        """Mark the group as failed, and raise the exception for `failure`."""
         self._broken = failure_to_error(failure, self.rank, self.membership, self.timeout_s)
         raise self._broken
 

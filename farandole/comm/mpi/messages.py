@@ -28,6 +28,7 @@ class MpiMessage:
         self._nbytes = nbytes
         self.outcome: Exception | None = None
         self.complete = False
+        self.owner: Any = None  # the owner of the memory, for callers that may drop a pending message
 
     @property
     def sends(self) -> bool:
@@ -163,6 +164,7 @@ class Messages:
         self, begin: Any, operation: Operation, address: int, nbytes: int, kind: int, peer: int, tag: int
     ) -> MpiMessage:
         group, engine = self.group, self.group.engine
+        group.check_usable()
         largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
         if not 0 <= tag <= largest:
             raise ValueError(
@@ -183,15 +185,22 @@ class Messages:
     def wait_message(self, message: MpiMessage, seconds: float, flags: int) -> Any:
         """Wait up to `seconds` seconds until `message` has completed or failed; return `message`.
 
-        If the message is then still pending, return `Status.PENDING` if `flags` contains `TRY`, else a `RankLate`.
+        If the message is then still pending, return `Status.PENDING` if `flags` contains `TRY`; otherwise, fail the
+        group and return a `RankLate`.
         """
         if message.wait(seconds, background=bool(flags & BACKGROUND)):
             return message
-        return Status.PENDING if flags & TRY else message.late(seconds)
+        if flags & TRY:
+            return Status.PENDING
+        error = message.late(seconds)
+        self.group.fail(error)
+        self.cancel_message(message)
+        return error
 
     def cancel_message(self, message: MpiMessage) -> None:
-        """Cancel a receive whose message has not arrived."""
+        """Cancel a receive whose message has not arrived; keep the message's memory alive until it is complete."""
         message.cancel()
+        self.group.engine.abandon(_Tested(message))
 
     def source_of(self, outcome: Any) -> int:
         """Return the source rank of a completed message; raise an exception if the message failed."""

@@ -79,11 +79,11 @@ class MpiTransport:
 
 
 class MpiPending:
-    """A pending message, which keeps its tensor alive."""
+    """A pending message.  The tensor of the message stays alive until the message is complete."""
 
     def __init__(self, message: MpiMessage, tensor: Tensor) -> None:
         self._message = message
-        self._tensor = tensor
+        message.owner = tensor
 
     def wait(self, timeout_s: float) -> None:
         """Block until the message is complete.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -123,6 +125,17 @@ def transport(rank: int, size: int) -> None:
     dist.barrier()
     way.send(torch.ones(2), peer, 8).wait(20.0)
     late.wait(20.0)  # the receive was still pending
+    abandoned = torch.zeros(2)
+    way.recv(abandoned, source, 9)
+    memory = weakref.ref(abandoned)
+    del abandoned
+    assert memory() is not None
+    dist.barrier()
+    way.send(torch.ones(2), peer, 9).wait(20.0)
+    deadline = time.monotonic() + 20
+    while memory() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert memory() is None
     with pytest.raises(ValueError, match="expected a contiguous CPU tensor"):
         way.send(torch.ones(4, 4).t(), peer, 1)
     with pytest.raises(ValueError, match=f"expected a peer between 0 and .*, got {size}"):
@@ -133,8 +146,6 @@ def transport(rank: int, size: int) -> None:
 
 def deadlines(rank: int, size: int) -> None:
     """Check that a timeout names the missing ranks, and breaks only its own group."""
-    from datetime import timedelta
-
     group = dist.new_group(timeout=timedelta(seconds=0.4))
     if rank == 0:
         start = time.monotonic()
@@ -149,12 +160,44 @@ def deadlines(rank: int, size: int) -> None:
     dist.barrier()
     if rank > 0:
         dist.all_reduce(torch.ones(3), group=group)  # late, so that rank 0's pending operation completes
-    dist.group.WORLD.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(RankLate, match=r"no rank sent a message within the timeout of 0.3 s to rank \d+"):
-        dist.recv(torch.ones(2))
-    dist.group.WORLD.set_timeout(timedelta(seconds=30))
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+def late_messages(rank: int, size: int) -> None:
+    """Check that a late message fails its group, and that MPI then neither writes nor reads freed memory."""
+    receiving, sending, silent = groups = [dist.new_group() for _ in range(3)]
+    received, count = torch.zeros(3), 1 << 20
+    if rank == 1:
+        receiving.set_timeout(timedelta(seconds=0.3))
+        late = r"^rank 0 \(process \d+\) did not send the message that .* within the timeout of 0.3 s"
+        with pytest.raises(RankLate, match=late):
+            dist.recv(received, 0, group=receiving)
+        with pytest.raises(RankLate, match=late):
+            dist.irecv(torch.zeros(3), 0, group=receiving)
+        with pytest.raises(RankLate, match=late):
+            dist.barrier(group=receiving)
+    dist.barrier()
+    if rank == 0:
+        dist.send(torch.ones(3), 1, group=receiving)
+        sending.set_timeout(timedelta(seconds=0.3))
+        late = r"^rank 1 \(process \d+\) did not receive the message that .* within the timeout of 0.3 s"
+        with pytest.raises(RankLate, match=late):
+            Communicator(sending).send(torch.full((count,), 7.0), 1)
+        with pytest.raises(RankLate, match=late):
+            dist.isend(torch.ones(3), 1, group=sending)
+    reused = torch.zeros(count)  # in the memory of the late tensor, if it has been freed
+    dist.barrier()
+    if rank == 1:
+        dist.recv(reused, 0, group=sending)
+        assert (reused == 7).all()
+        assert not received.any()
+    silent.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(RankLate, match=r"no rank sent a message within the timeout of 0.3 s to rank \d+"):
+        dist.recv(torch.ones(2), group=silent)
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def wrong_sizes(rank: int, size: int) -> None:

@@ -69,6 +69,7 @@ ON_TWO: list[Check] = [
     (API, "check_messages", []),
     (API, "check_invalid", []),
     (OWN, "deadlines", []),
+    (OWN, "late_messages", []),
 ]
 ON_THREE: list[Check] = [
     (OWN, "every_reduction", []),
@@ -81,6 +82,7 @@ ON_THREE: list[Check] = [
     (GROUPS, "check_sub_groups", []),
     (MESSAGES, "check_any_source", []),
     (OWN, "deadlines", []),
+    (OWN, "late_messages", []),
 ]
 CASES = [(size, i, checks) for size, checks in ((2, ON_TWO), (3, ON_THREE)) for i in range(len(checks))]
 

@@ -219,6 +219,33 @@ except RuntimeError as error:
     ), out
 
 
+def test_the_splits_of_all_to_all_are_compared_in_debug_mode_detail(tmp_path):
+    body = """
+for async_op in (False, True):
+    group = dist.new_group([0, 1, 2])
+    dist.all_to_all_single(torch.empty(3), torch.ones(3), group=group)
+    parts = [3, 1, 1] if rank == 1 else [1, 1, 1]  # rank 0 sends 1 element to rank 1
+    try:
+        output, ones = torch.empty(sum(parts)), [1, 1, 1]
+        work = dist.all_to_all_single(output, torch.ones(3), parts, ones, group=group, async_op=async_op)
+        if async_op:
+            work.wait()
+    except RuntimeError as error:
+        os.write(1, f"{type(error).__name__} {error}\\n".encode())
+"""
+    code, out, errors = run_script(
+        tmp_path, 3, ENDS.format(body=body), environ={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert code == 0, errors
+    process = r"\(process \d+\)"
+    found = re.findall(
+        rf"CallMismatch rank 0 {process} sent 1 elements to rank 1 {process}, which expected 3, in "
+        r"all_to_all\(float32\), call number 2 of group",
+        out,
+    )
+    assert len(found) == 6, out
+
+
 def alone(*arguments: str) -> tuple[int, str]:
     """Return the exit status and standard error of a Python program that is started without mpiexec."""
     status, _, err = run([sys.executable, *arguments], OMP_NUM_THREADS="1")
@@ -316,3 +343,57 @@ def test_a_waiting_rank_names_the_late_ranks(tmp_path):
             rf"send\(1000000 x float32, to rank {(rank + 1) % 3}\) of the default group within the timeout of 6 s; its current call is unknown to this host",
             out,
         ), out
+
+
+ABANDONED = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("farandole-mpi", init_method="mpi://", timeout=timedelta(seconds=20))
+rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+if rank == 1:
+    time.sleep(1)
+try:
+    dist.broadcast(torch.ones(4 + 4 * rank), 1, group=group)
+except RuntimeError as error:
+    print(f"rank {rank}: {type(error).__name__}", flush=True)
+large = torch.full((1 << 20,), float(rank))
+if rank == 0:
+    time.sleep(1)  # meanwhile, the broadcast of rank 1 arrives
+    work = dist.irecv(large, 1)
+    time.sleep(4)
+    print(f"received {large.mean().item()}", flush=True)
+    work.wait()
+else:
+    start = time.monotonic()
+    dist.send(large, 0)
+    print(f"sent in time: {time.monotonic() - start < 3}", flush=True)
+"""
+
+
+def test_messages_progress_after_an_abandoned_call_has_failed(tmp_path):
+    """Rank 0 stops waiting for a broadcast, which then fails because rank 1 passes another size."""
+    code, out, errors = run_script(tmp_path, 2, ABANDONED)
+    assert code == 0 and "Exception in thread" not in errors, errors
+    assert "rank 0: RankLate" in out and "received 1.0" in out and "sent in time: True" in out, out
+
+
+def test_messages_that_were_never_received_are_reported_when_the_group_is_destroyed(tmp_path):
+    body = """
+if rank == 0:
+    dist.isend(torch.ones(4), 1, tag=3).wait()
+dist.barrier()
+dist.destroy_process_group()
+dist.init_process_group("farandole-mpi")
+dist.barrier()
+dist.destroy_process_group()
+print("done", flush=True)
+"""
+    code, out, errors = run_script(tmp_path, 2, ENDS.format(body=body))
+    assert code == 0 and out.count("done") == 2, errors
+    process = r"\(process \d+\)"
+    (warning,) = [line for line in errors.splitlines() if line.startswith("farandole: ")]
+    assert re.fullmatch(
+        rf"farandole: messages to rank 1 {process} of the default group were never received; the first is from rank 0 "
+        rf"{process} with tag 3",
+        warning,
+    ), warning
