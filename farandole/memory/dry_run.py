@@ -11,8 +11,9 @@ example, its attention is unfused.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
 """Maps in-place products, which torch's `FlopCounterMode` does not count, to the equivalent out-of-place products."""
 
 _CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+"""The types of attributes whose items are restored after a dry run; subclasses may be read-only."""
 
 OUTSIDE = None
 """The key for tensors that are saved outside blocks."""
@@ -93,11 +97,11 @@ def fake_model(
     """Replace the tensors of `model` with fake tensors on `device`; yield `example` as fake tensors.
 
     If `dtype` is given, all floating-point tensors have this dtype.  Real parameters, buffers, gradients and random
-    generator states do not change.  No other thread may use the model inside the context.
+    generator states do not change.  When the context exits, the modules have their previous attributes again.  No other
+    thread may use the model inside the context.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twins: dict[int, Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def twin(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
@@ -110,19 +114,32 @@ def fake_model(
             twins[id(tensor)] = fake
         return twins[id(tensor)]
 
-    with mode:
-        try:
-            for module in model.modules():
-                both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for owned in both:
-                    for name, tensor in owned.items():
-                        if tensor is not None:
-                            originals.append((owned, name, tensor))
-                            owned[name] = twin(tensor)
-            yield tree_map_only(Tensor, twin, example)
-        finally:
-            for owned, name, tensor in originals:
-                owned[name] = tensor
+    with mode, _restored_attributes(model):
+        for module in model.modules():
+            both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for owned in both:
+                owned.update({name: twin(tensor) for name, tensor in owned.items() if tensor is not None})
+        yield tree_map_only(Tensor, twin, example)
+
+
+@contextmanager
+def _restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules when the context exits, and the items of dicts, lists and sets in them."""
+    containers: list[Any] = [vars(module) for module in model.modules()]
+    # parameters and buffers are items of dicts, and forward passes may also cache tensors in containers
+    containers += [
+        value for attributes in containers for value in attributes.values() if type(value) in _CONTAINERS
+    ]
+    before = [(container, copy.copy(container)) for container in containers]
+    try:
+        yield
+    finally:
+        for container, items in before:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(items)
+            else:
+                container.update(items)
 
 
 # ---- bytes saved for the backward pass ----
@@ -246,10 +263,10 @@ def _measured(model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | No
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Restore buffers (running statistics) and random generators when the context exits."""
+    """Restore attributes, buffers (running statistics) and random generators when the context exits."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), _restored_attributes(model):
         try:
             yield
         finally:

@@ -159,11 +159,15 @@ class _Buffers:
     """The buffer values before a call; a recomputation starts from these values."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._before = [
-            (owner, name, buffer, buffer._version, buffer.detach().clone())
+        found = [
+            (owner, name, buffer)
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_inference()
+        ]
+        copies = {buffer: buffer.detach().clone() for *_, buffer in found}  # modules may share a buffer
+        self._before = [
+            (owner, name, buffer, buffer._version, copies[buffer]) for owner, name, buffer in found
         ]
 
     def drop_unchanged(self) -> None:
@@ -180,8 +184,9 @@ class _Buffers:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         now = [(owner, name, owner._buffers[name]) for owner, name, *_ in self._before]
+        clones = {before: before.clone() for *_, before in self._before}
         for owner, name, _, _, before in self._before:
-            owner._buffers[name] = before.clone()
+            owner._buffers[name] = clones[before]
         try:
             yield
         finally:

@@ -574,8 +574,9 @@ class Engine:
             The `extra` values passed to `save`.
 
         Raises:
-            CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model.  The error is
-                an `UnreadableError` if files are missing or damaged; in this case, the engine is unchanged.
+            CheckpointError: on all ranks, if the checkpoint cannot be read or belongs to another model, or if LoRA
+                adapters are merged only in the checkpoint or only in the model.  The error is an `UnreadableError` if
+                files are missing or damaged; in this case, the engine is unchanged.
         """
         self._wait_for_save()
         self.loss_parameters.show()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -149,6 +150,78 @@ def test_measuring_does_not_change_the_model(real: bool) -> None:
         assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
         assert [type(module) for module in model.modules()] == kinds
         assert all(parameter.grad is None for parameter in parameters)
+
+
+class FrozenConfig(OrderedDict[str, int]):
+    """A read-only dict, as in diffusers."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("the configuration is read-only")
+
+
+class Caching(nn.Module):
+    """Caches tensors in its first forward pass, and assigns a running mean in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.config = FrozenConfig({"width": 4})
+        self.mask: Tensor | None = None
+        self.masks: dict[int, Tensor] = {}
+        self.history: list[Tensor] = []
+        self.register_buffer("scale", None, persistent=False)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(4.0)
+            self.masks[4] = 2 * self.mask
+            self.register_buffer("scale", torch.full((4,), 3.0))
+            self.register_buffer("shift", torch.ones(4))
+            self.later = nn.Parameter(torch.ones(4))
+        self.history.append(x)
+        self.mean = self.mean + x.detach().mean(0)
+        return self.linear(x * self.mask * self.masks[4] * self.scale) + self.shift * self.later
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_tensors_that_the_forward_pass_stores_are_removed(real: bool) -> None:
+    model, fresh, x = Caching(), Caching(), torch.randn(2, 4)
+    fresh.load_state_dict(model.state_dict())
+    saved_bytes(model, x, real=real)
+    assert model.mask is None and model.scale is None and not model.masks and not model.history
+    assert model._non_persistent_buffers_set == {"scale"} and not hasattr(model, "shift")
+    assert list(dict(model.named_parameters())) == ["linear.weight", "linear.bias"]
+    assert torch.equal(model.mean, torch.zeros(4)) and model.config == {"width": 4}
+    assert torch.equal(model(x), fresh(x))
+    history = model.history
+    saved_bytes(model, x, real=real)
+    assert model.history is history and len(history) == 1 and history[0] is x
+    assert torch.equal(model(x), fresh(x))
+
+
+@pytest.mark.parametrize("mode", ["block", "attention", "auto"])
+def test_a_mask_cached_at_first_use_does_not_affect_training(mode: Any) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.mask = nn.Linear(8, 24), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.full((4, 4), -1e9).triu(1)
+            q, k, v = self.project(x).chunk(3, -1)
+            return (q @ k.transpose(1, 2) + self.mask).softmax(-1) @ v
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(), Attention()), torch.randn(2, 4, 8)
+    plain = nn.Sequential(Attention(), Attention())
+    plain.load_state_dict(model.state_dict())
+    apply_recompute(model, mode, example=x, budget_bytes=1500 if mode == "auto" else None)
+    for each in (plain, model):
+        each(x).sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None and torch.equal(found.grad, expected.grad)
 
 
 def test_a_failing_model_is_restored() -> None:

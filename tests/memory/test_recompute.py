@@ -183,6 +183,39 @@ def test_a_batch_norm_counts_a_batch_once() -> None:
     } == {1}
 
 
+@pytest.mark.parametrize("size", [1, 1 << 19])  # copies of large buffers are kept only if they change
+@pytest.mark.parametrize("way", ["block", "selective"])
+def test_modules_of_a_block_share_a_buffer(way: Any, size: int) -> None:
+    class Count(nn.Module):
+        def __init__(self, count: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x
+
+    class Scale(nn.Module):
+        def __init__(self, count: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(0.5, 1, 4))
+            self.register_buffer("count", count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight * self.count[0]).tanh()
+
+    count = torch.ones(size)
+    model = nn.Sequential(nn.Sequential(Count(count), Scale(count)), nn.Linear(4, 1))
+    wanted, x = copy.deepcopy(model), torch.linspace(-1, 1, 8).view(2, 4)
+    apply_recompute(model, way)
+    for _ in range(2):
+        for each in (model, wanted):
+            each(x).sum().backward()
+        for found, expected in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert found.grad is not None and torch.equal(found.grad, expected.grad)
+    assert float(count[0]) == 3 and model[0][0].count is model[0][1].count is count
+
+
 def test_a_block_that_changes_its_input_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     apply_recompute(model, "block")

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import farandole
 from farandole.models.gpt import build_gpt
-from farandole.parallel.lora import add_lora, merge
+from farandole.parallel.checkpoint.errors import CheckpointError
+from farandole.parallel.lora import add_lora, merge, unmerge
+from farandole.parallel.lora.adapters import lora_layers
 from farandole.parallel.lora.peft_adapter import save_adapter
 from farandole.plan import LoRA, Plan, PlanError
 from tests.parallel.odd import world
@@ -146,6 +148,56 @@ def test_an_adapter_is_saved_and_merged_whole_or_not_at_all(
     assert all("engine.save_" in error for error in errors), errors
     for _, before, after in results:
         torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
+
+
+def _load_merged(rank: int, size: int, saving: Plan, loading: Plan, folder: Path) -> None:
+    """Load checkpoints with and without merged adapters into merged and unmerged models."""
+    torch.manual_seed(0)
+    model = build_gpt(GPT)
+    engine = farandole.parallelize(model, saving)
+    with torch.no_grad(), engine.edit_parameters():
+        for layer in lora_layers(model).values():
+            layer.lora_B.fill_(0.1)
+    engine.save(folder / "apart")
+    with engine.edit_parameters():
+        merge(model)
+    engine.save(folder / "merged")
+    engine.close()
+
+    model = build_gpt(GPT)  # with other initial values
+    engine = farandole.parallelize(model, loading)
+    before = engine.state_dict()
+    with pytest.raises(CheckpointError, match=r"merged only in the checkpoint; .* merge\(model\)"):
+        engine.load(folder / "merged")
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    with engine.edit_parameters():
+        merge(model)
+    with pytest.raises(CheckpointError, match=r"merged only in this model; .* unmerge\(model\)"):
+        engine.load(folder / "apart")
+    engine.load(folder / "merged")
+    found = engine.state_dict()
+    with engine.edit_parameters():
+        unmerge(model)
+    engine.load(folder / "apart")
+    with engine.edit_parameters():
+        merge(model)
+    for name, expected in engine.state_dict().items():
+        torch.testing.assert_close(found[name], expected)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        (Plan(zero=1, lora=ADAPTERS), Plan(zero=3, lora=ADAPTERS)),
+        (Plan(tensor=2, lora=ADAPTERS), Plan(pipeline=2, lora=ADAPTERS)),
+        (Plan(pipeline=2, zero=1, lora=ADAPTERS), Plan(lora=ADAPTERS)),
+    ],
+)
+def test_merged_checkpoints_are_loaded_only_into_merged_models(
+    ranks: Any, saving: Plan, loading: Plan, tmp_path: Path
+) -> None:
+    ranks(2).run(_load_merged, saving, loading, tmp_path)
 
 
 def test_adapters_and_8_bit_products_are_refused() -> None:

@@ -324,6 +324,17 @@ def test_elementwise_optimizers_are_detected_in_two_steps(name: str) -> None:
     assert not any("step" in state and float(state["step"]) for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-6])
+@pytest.mark.parametrize("name", MADE)
+def test_detection_does_not_depend_on_the_learning_rate(name: str, rate: float) -> None:
+    optimizer = MADE[name](list(_model().parameters()))
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
+    assert bool(why_not_elementwise(optimizer)) == (name not in ELEMENTWISE)
+    assert bool(why_not_by_parameter(optimizer)) == (name in TOGETHER)
+    assert all(group["lr"] == torch.tensor(rate) for group in optimizer.param_groups)
+
+
 def _two_optimizers(rank: int, size: int, zero: int) -> tuple[list[float], list[int]]:
     """Train in fp16 with a step that overflows: each step counts once, for any number of optimizers."""
     model = _model()

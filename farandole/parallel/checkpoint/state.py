@@ -6,6 +6,7 @@
                             (tensor and context parallelism) and draw the same random numbers
     random.cuda.rankN       the state of the accelerator's generator of group N
     compression.rankN.KEY   the compression residuals of rank N
+    merged.LAYER            exists if the LoRA adapter of this layer is merged into its weight
 
 Each rank saves its boxes under the tensor names of the unsharded model, and reads the boxes that it needs.
 Therefore a checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A tensor that
@@ -34,6 +35,7 @@ from farandole.memory.offloaded_optimizer import ShardState, UnitReader
 from farandole.mesh import AXES
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
+from farandole.parallel.lora.adapters import lora_layers
 from farandole.parallel.zero.weights import FlatWeights
 
 if TYPE_CHECKING:
@@ -67,15 +69,18 @@ def state_of(engine: Engine, rank: int) -> State:
         state[f"random.cuda.rank{number}"] = torch.cuda.get_rng_state(engine.device)
     for key, value in engine.compression_state().items():
         state[f"compression.rank{rank}.{key}"] = value
-    return state
+    merged = [path for path, layer in lora_layers(engine.model).items() if layer.merged]
+    return state | {f"merged.{path}": torch.tensor(True) for path in merged}
 
 
 def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
     """Return uninitialized tensors for the entries of `saved` that this rank loads.
 
     Raises:
-        CheckpointError: if a trained parameter is missing, or a tensor has a different shape.
+        CheckpointError: if a trained parameter is missing, a tensor has a different shape, or a LoRA adapter is merged
+            only in the checkpoint or only in the model.
     """
+    _check_merged(engine.model, saved)
     state: State = {}
     for stored in stored_tensors(engine):
         entry = f"model.{stored.name}"
@@ -103,6 +108,17 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
         if entry in own or entry.startswith(f"compression.rank{rank}."):
             state[entry] = _empty_as(description)
     return state
+
+
+def _check_merged(model: nn.Module, saved: Mapping[str, STORAGE_TYPES]) -> None:
+    """Raise `CheckpointError` if an adapter is merged only in the checkpoint or only in the model."""
+    for path, layer in lora_layers(model).items():
+        if layer.merged != (f"merged.{path}" in saved):
+            where, call = ("this model", "unmerge") if layer.merged else ("the checkpoint", "merge")
+            raise CheckpointError(
+                f"the LoRA adapter of {path} is merged only in {where}; before loading, call {call}(model) within "
+                "engine.edit_parameters()"
+            )
 
 
 def restore(engine: Engine, rank: int, loaded: State) -> None:

@@ -24,6 +24,7 @@ _CUT = 10
 The second shard has the other elements of the first matrix, and the second matrix.
 """
 _STEPS = 3
+_LEARNING_RATE = 0.1
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
@@ -93,7 +94,7 @@ def _run(
 
 
 def _optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """Return a copy of `optimizer` that updates `parameters` with the settings of `group`."""
+    """Return a copy of `optimizer` that updates `parameters` with the settings of `group`, except the learning rate."""
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     copied.__dict__.pop("step", None)  # the method of a scheduler, bound to the optimizer itself
@@ -102,6 +103,11 @@ def _optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: lis
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "param_names" in settings:
         settings["param_names"] = [str(number) for number in range(len(parameters))]
+    rate = settings.get("lr")  # may be too small for a visible update, for example 0 at the start of a warmup
+    if isinstance(rate, Tensor):
+        settings["lr"] = torch.full_like(rate, _LEARNING_RATE)
+    elif rate is not None:
+        settings["lr"] = _LEARNING_RATE
     copied.param_groups = [{**settings, "params": parameters}]
     copied.state = defaultdict(dict)
     with_state = next((p for p in group["params"] if optimizer.state.get(p)), None)
