@@ -23,6 +23,7 @@ class Shard:
     `version` is the number of optimizer steps so far.
 
     Raises:
+        TypeError: if `make_optimizer` does not return an optimizer.
         ValueError: if the optimizer cannot run on a server.
     """
 
@@ -34,9 +35,7 @@ class Shard:
         self._gradients = packing.buffers()
         self._views = packing.views(self._gradients)
         # a server has no pieces if there are fewer tensors than servers
-        self._optimizer = make_optimizer(self._parameters) if self._parameters else None
-        if self._optimizer is not None:
-            _check(self._optimizer, packing)
+        self._optimizer = _checked(make_optimizer(self._parameters), packing) if self._parameters else None
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         """Run one optimizer step with the weighted mean gradient sum(w g) / sum(w).
@@ -62,7 +61,13 @@ class Shard:
         return list(into.values())
 
 
-def _check(optimizer: torch.optim.Optimizer, packing: Packing) -> None:
+def _checked(optimizer: object, packing: Packing) -> torch.optim.Optimizer:
+    """Return `optimizer`, or raise an error if it cannot run on a server."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"expected a function that returns an optimizer, got a function that returns {type(optimizer).__name__}; "
+            "try `return torch.optim.SGD(parameters, lr=0.1)`"
+        )
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -74,3 +79,4 @@ def _check(optimizer: torch.optim.Optimizer, packing: Packing) -> None:
             f"{kind.__name__} requires unsharded tensors, but large tensors are split among the servers: "
             "use session(..., split=False)"
         )
+    return optimizer

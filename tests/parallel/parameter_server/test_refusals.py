@@ -83,6 +83,8 @@ def open_with(rank: int, size: int, case: str) -> str:
     make: Any = muon if case == "muon" else sgd
     if case == "closure":
         make = torch.optim.LBFGS
+    if case == "no return" and rank == 0:
+        make = lambda parameters: None  # noqa: E731
     if case == "bad factory" and rank == 0:
         make = lambda parameters: 1 / 0  # noqa: E731
     mode: Any = "async" if case == "modes" and rank == 1 else "sync"
@@ -90,7 +92,7 @@ def open_with(rank: int, size: int, case: str) -> str:
         try:
             with roles.session(model, make, mode=mode):
                 pass
-        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
             return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -103,6 +105,10 @@ def test_a_server_without_an_optimizer_notifies_the_workers(ranks):
     )
     server, worker = ranks(2).run(open_with, "closure")
     assert "LBFGS evaluates the model in its step" in server and "LBFGS evaluates" in worker
+    server, worker = ranks(2).run(open_with, "no return")
+    text = "expected a function that returns an optimizer, got a function that returns NoneType; try `return"
+    assert server.startswith(f"TypeError: {text}")
+    assert worker.startswith(f"ValueError: the server (rank 0) cannot create its optimizer: {text}")
 
 
 def test_optimizers_of_matrices_need_whole_tensors(ranks):
