@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
 from farandole.parallel.parameter_server.layout import Buffers, Packing
 from farandole.parallel.parameter_server.schedule import Contribution
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-SHAPED = ("Adafactor", "Muon", "Shampoo")
-"""Optimizers that depend on tensor shapes and therefore require unsplit tensors."""
 
 
 class Shard:
@@ -74,9 +72,11 @@ def _checked(optimizer: object, packing: Packing) -> torch.optim.Optimizer:
         raise ValueError(
             f"{kind.__name__} evaluates the model in its step, which a server cannot do; use SGD, Adam or AdamW"
         )
-    if kind.__name__ in SHAPED and not all(piece.whole for piece in packing.pieces):
+    split = not all(piece.whole for piece in packing.pieces)
+    if split and (reason := why_not_elementwise(optimizer)):
+        nearest = "one server" if why_not_by_parameter(optimizer) else "session(..., split=False)"
         raise ValueError(
-            f"{kind.__name__} requires unsharded tensors, but large tensors are split among the servers: "
-            "use session(..., split=False)"
+            f"{kind.__name__} cannot be used with large tensors, which are split among the servers: {reason}; "
+            f"use {nearest}, or an elementwise optimizer such as AdamW"
         )
     return optimizer
