@@ -116,6 +116,20 @@ def _new_group(parallel: Parallel, inputs: Inputs) -> nn.Module:
     return model
 
 
+def _new_named_group(parallel: Parallel, inputs: Inputs) -> nn.Module:
+    model = _model()
+    engine = parallel(model)
+    optimizer = engine.optimizer(torch.optim.Adam(model[0].named_parameters(), 0.01))
+    for step in range(STEPS):
+        if step == 1:
+            optimizer.add_param_group({"params": model[4].named_parameters("4"), "lr": 0.02})
+            assert optimizer.param_groups[1]["param_names"] == ["4.weight", "4.bias"]
+        _update(engine, optimizer, inputs(step))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _update(engine, optimizer, inputs(STEPS))
+    return model
+
+
 def _reloaded_optimizer(parallel: Parallel, inputs: Inputs) -> nn.Module:
     model = _model()
     engine = parallel(model)
@@ -199,8 +213,9 @@ def _normed_weights(parallel: Parallel, inputs: Inputs) -> nn.Module:
 
 
 EQUAL = (
-    *(_froze_later, _gradient_penalty, _retained_graph, _some_inputs, _new_group, _reloaded_optimizer),
+    *(_froze_later, _gradient_penalty, _retained_graph, _some_inputs, _new_group, _new_named_group),
     *(
+        _reloaded_optimizer,
         _gradient_hooks,
         _hooks_before,
         _functional_call,
@@ -276,6 +291,13 @@ def _foreign_group(parallel: Parallel, inputs: Inputs) -> nn.Module:
     return model
 
 
+def _group_added_twice(parallel: Parallel, inputs: Inputs) -> nn.Module:
+    model = _model()
+    optimizer = parallel(model).optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    optimizer.add_param_group({"params": model[0].weight})
+    return model
+
+
 def _lazy(parallel: Parallel, inputs: Inputs) -> nn.Module:
     model = nn.Sequential(nn.LazyLinear(4))
     parallel(model)
@@ -290,6 +312,7 @@ ERRORS = {
     _two_engines: "belongs to an engine already",
     _given_twice: "engine.optimizer was already called with this optimizer",
     _foreign_group: "expected parameters that the engine trains",
+    _group_added_twice: "some parameters appear in more than one parameter group",
     _lazy: "0.weight is not initialized",
 }
 

@@ -53,26 +53,27 @@ class StateDicts:
         *,
         elementwise: bool,
     ) -> None:
-        self._given = [list(group) for group in given]
+        self.given = [list(group) for group in given]
+        """The whole parameters of each group."""
         self._tensors, self._names, self._comm, self._elementwise = tensors, names, comm, elementwise
         optimizer.register_state_dict_post_hook(self._describe)
         optimizer.register_load_state_dict_pre_hook(self._fit)
 
     def add_group(self, given: Sequence[nn.Parameter]) -> None:
         """Register a new group of parameters."""
-        self._given.append(list(given))
+        self.given.append(list(given))
 
     def _describe(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._comm is not None:
             return {**state_dict, _SHARDS: self._description(optimizer, self._comm)}
         # as in one process, where frozen parameters have indices too
         updated = {id(parameter) for parameter, _, _ in self._tensors()}
-        every = [parameter for group in self._given for parameter in group]
+        every = [parameter for group in self.given for parameter in group]
         numbers = [number for number, parameter in enumerate(every) if id(parameter) in updated]
         state = {numbers[k] if isinstance(k, int) else k: v for k, v in state_dict["state"].items()}
         groups: list[dict[str, Any]] = []
         first = 0
-        for group, given in zip(state_dict["param_groups"], self._given, strict=True):
+        for group, given in zip(state_dict["param_groups"], self.given, strict=True):
             groups.append({**group, "params": list(range(first, first + len(given)))})
             first += len(given)
         return {**state_dict, "state": state, "param_groups": groups}
@@ -116,7 +117,7 @@ class StateDicts:
     def _cut(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a state that a single process saved."""
         groups = state_dict["param_groups"]
-        counts = [[len(each) for each in lists] for lists in ([g["params"] for g in groups], self._given)]
+        counts = [[len(each) for each in lists] for lists in ([g["params"] for g in groups], self.given)]
         if counts[0] != counts[1]:
             raise ValueError(
                 f"expected parameter groups with {counts[1]} parameters, got groups with {counts[0]}"
@@ -125,7 +126,7 @@ class StateDicts:
         state = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         fitted: list[dict[str, Any]] = []
         number = 0
-        for group, given in zip(groups, self._given, strict=True):
+        for group, given in zip(groups, self.given, strict=True):
             kept = [index for index, parameter in enumerate(given) if id(parameter) in parts]
             fitted.append({**group, "params": list(range(number, number + len(kept)))})
             for index in kept:

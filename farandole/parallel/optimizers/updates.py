@@ -180,15 +180,20 @@ class Updates:
                     "offloaded or stored on ranks that own whole parameters: add all groups before "
                     "engine.optimizer(...)"
                 )
-            given = param_group["params"]
-            given = [given] if isinstance(given, Tensor) else list(given)
+            # torch checks the parameters before they are replaced by this rank's shards, and separates their names
+            present = [
+                {**group, "params": whole}
+                for group, whole in zip(changed.param_groups, state_dicts.given, strict=False)
+            ]
+            added = Optimizer([*present, param_group], {}).param_groups[-1]
+            given = added["params"]
             if any(id(parameter) not in trained for parameter in given):
                 raise ValueError(
                     "add_param_group: expected parameters that the engine trains, got a parameter that is frozen or not in "
                     "the engine's model; set requires_grad before parallelize"
                 )
             shard_of = {id(parameter): shard for parameter, shard, _ in self._tensors_of_shards()}
-            plain(changed, {**param_group, "params": [shard_of[id(p)] for p in given if id(p) in shard_of]})
+            plain(changed, {**added, "params": [shard_of[id(p)] for p in given if id(p) in shard_of]})
             state_dicts.add_group(given)
 
         optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]

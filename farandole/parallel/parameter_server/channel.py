@@ -87,9 +87,7 @@ class Channel:
         """
         self._posted = [(work, tensor) for work, tensor in self._posted if not work.is_completed()]
         for tensor in (_pack(header), *tensors):
-            work = dist.isend(tensor, group=self._comm.group, group_dst=self._other)
-            assert work is not None  # this rank is in the group
-            self._posted.append((work, tensor))
+            self._posted.append((self._comm.isend(tensor, self._other), tensor))
 
     def receive(self) -> Header:
         """Return the next header, or raise RuntimeError after the group's timeout."""

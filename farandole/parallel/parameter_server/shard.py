@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from farandole.parallel.optimizers.probe import why_not_by_parameter, why_not_elementwise
 from farandole.parallel.parameter_server.layout import Buffers, Packing
 from farandole.parallel.parameter_server.schedule import Contribution
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-SHAPED = ("Adafactor", "Muon", "Shampoo")
-"""Optimizers that depend on tensor shapes and therefore require unsplit tensors."""
 
 
 class Shard:
@@ -23,6 +21,7 @@ class Shard:
     `version` is the number of optimizer steps so far.
 
     Raises:
+        TypeError: if `make_optimizer` does not return an optimizer.
         ValueError: if the optimizer cannot run on a server.
     """
 
@@ -34,9 +33,7 @@ class Shard:
         self._gradients = packing.buffers()
         self._views = packing.views(self._gradients)
         # a server has no pieces if there are fewer tensors than servers
-        self._optimizer = make_optimizer(self._parameters) if self._parameters else None
-        if self._optimizer is not None:
-            _check(self._optimizer, packing)
+        self._optimizer = _checked(make_optimizer(self._parameters), packing) if self._parameters else None
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         """Run one optimizer step with the weighted mean gradient sum(w g) / sum(w).
@@ -62,15 +59,24 @@ class Shard:
         return list(into.values())
 
 
-def _check(optimizer: torch.optim.Optimizer, packing: Packing) -> None:
+def _checked(optimizer: object, packing: Packing) -> torch.optim.Optimizer:
+    """Return `optimizer`, or raise an error if it cannot run on a server."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"expected a function that returns an optimizer, got a function that returns {type(optimizer).__name__}; "
+            "try `return torch.optim.SGD(parameters, lr=0.1)`"
+        )
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{kind.__name__} evaluates the model in its step, which a server cannot do; use SGD, Adam or AdamW"
         )
-    if kind.__name__ in SHAPED and not all(piece.whole for piece in packing.pieces):
+    split = not all(piece.whole for piece in packing.pieces)
+    if split and (reason := why_not_elementwise(optimizer)):
+        nearest = "one server" if why_not_by_parameter(optimizer) else "session(..., split=False)"
         raise ValueError(
-            f"{kind.__name__} requires unsharded tensors, but large tensors are split among the servers: "
-            "use session(..., split=False)"
+            f"{kind.__name__} cannot be used with large tensors, which are split among the servers: {reason}; "
+            f"use {nearest}, or an elementwise optimizer such as AdamW"
         )
+    return optimizer

@@ -10,6 +10,7 @@ from torch import nn
 
 from farandole.parallel.parameter_server import ParameterServer
 from tests.parallel.odd import world
+from tests.parallel.test_optimizers import GlobalNorm
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -18,6 +19,13 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=0.1)
+
+
+class FactoredStates(torch.optim.Adafactor):
+    """An optimizer that needs whole tensors; its name is unknown to farandole."""
+
+
+SHAPED: dict[str, Any] = {"muon": muon, "whole tensors": FactoredStates, "all tensors": GlobalNorm}
 
 
 def refuse_at_once(rank: int, size: int) -> None:
@@ -80,9 +88,11 @@ def test_misuse_is_reported_and_has_no_effect(ranks):
 
 def open_with(rank: int, size: int, case: str) -> str:
     model = nn.Linear(400, 300 if case != "shapes" or rank != 2 else 301)
-    make: Any = muon if case == "muon" else sgd
+    make: Any = SHAPED.get(case, sgd)
     if case == "closure":
         make = torch.optim.LBFGS
+    if case == "no return" and rank == 0:
+        make = lambda parameters: None  # noqa: E731
     if case == "bad factory" and rank == 0:
         make = lambda parameters: 1 / 0  # noqa: E731
     mode: Any = "async" if case == "modes" and rank == 1 else "sync"
@@ -90,7 +100,7 @@ def open_with(rank: int, size: int, case: str) -> str:
         try:
             with roles.session(model, make, mode=mode):
                 pass
-        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
             return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -103,11 +113,24 @@ def test_a_server_without_an_optimizer_notifies_the_workers(ranks):
     )
     server, worker = ranks(2).run(open_with, "closure")
     assert "LBFGS evaluates the model in its step" in server and "LBFGS evaluates" in worker
+    server, worker = ranks(2).run(open_with, "no return")
+    text = "expected a function that returns an optimizer, got a function that returns NoneType; try `return"
+    assert server.startswith(f"TypeError: {text}")
+    assert worker.startswith(f"ValueError: the server (rank 0) cannot create its optimizer: {text}")
 
 
 def test_optimizers_of_matrices_need_whole_tensors(ranks):
     for text in ranks(3).run(open_with, "muon"):
         assert "Muon" in text, text
+
+
+@pytest.mark.parametrize(
+    ("case", "nearest"), [("whole tensors", "session(..., split=False)"), ("all tensors", "one server")]
+)
+def test_split_tensors_require_an_elementwise_optimizer(ranks, case, nearest):
+    for text in ranks(3).run(open_with, case):
+        assert "does not update each element independently" in text, text
+        assert f"use {nearest}, or an elementwise optimizer" in text, text
 
 
 @pytest.mark.parametrize(

@@ -195,17 +195,18 @@ def test_through_gloo(ranks):
 
 
 def serve_few_tensors(rank: int, size: int) -> Any:
-    """Train with more servers than tensors, and with an empty, a noncontiguous and a bf16 parameter."""
+    """Train with more servers than tensors, and with an empty, a noncontiguous, a bf16 and a complex parameter."""
     model = nn.Module()
     model.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
     if size == 4:
         model.empty = nn.Parameter(torch.zeros(0, 3))
         model.transposed = nn.Parameter(torch.arange(60_000.0).view(200, 300).t())
+        model.complex = nn.Parameter(torch.full((100, 100), 3 + 4j))
     with ParameterServer(world(), size - 1, timeout_s=20) as roles:
         with roles.session(model, lambda p: torch.optim.SGD(p, 0.5)) as session:
             if session.is_worker:
                 session.pull()
-                sum(p.sum() for p in model.parameters()).backward()
+                sum(p.sum().abs() for p in model.parameters()).backward()
                 session.push()
         return [p.detach() for p in model.parameters()]
 
@@ -213,6 +214,11 @@ def serve_few_tensors(rank: int, size: int) -> Any:
 def test_more_servers_than_parameters(ranks):
     (scalar,) = ranks(3).run(serve_few_tensors)[-1]
     assert scalar == 1.5 and scalar.dtype is torch.bfloat16
-    scalar, empty, transposed = ranks(4).run(serve_few_tensors)[-1]
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_unusual_parameters(ranks, backend):
+    scalar, empty, transposed, numbers = ranks(4, backend).run(serve_few_tensors)[-1]
     assert scalar == 1.5 and empty.shape == (0, 3)
     assert torch.equal(transposed, torch.arange(60_000.0).view(200, 300).t() - 0.5)
+    torch.testing.assert_close(numbers, torch.full((100, 100), 2.7 + 3.6j))
