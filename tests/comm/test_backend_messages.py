@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm import RankLate
+from farandole.comm import Communicator, RankLate
 
 BEYOND_THE_RING = 300_000  # floats: more than a ring of 256 KiB holds
 
@@ -178,6 +178,23 @@ def check_wait_with_timeout(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def check_timeout_of_collective(rank: int, size: int) -> None:
+    """The timeout of a single collective does not apply to messages that are received during the collective."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    comm, buffer = Communicator(group), torch.zeros(2)
+    if rank == 0:
+        group._host.within(0.1, lambda flags: comm.recv(buffer, 1))(0)
+        assert (buffer == 5).all()
+        group.set_timeout(timedelta(seconds=0.2))
+    else:
+        time.sleep(0.5)
+        comm.send(torch.full((2,), 5.0), 0)
+    with pytest.raises(RankLate, match=r"recv\(2 x float32, .* within the timeout of 0.2 s"):
+        group._host.within(20, lambda flags: comm.recv(buffer, 1 - rank))(0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 def check_pipeline_ring(rank: int, size: int) -> None:
     """A token circulates many times while collectives run on the same group."""
     token = torch.zeros(1)
@@ -210,6 +227,7 @@ def test_on_all_ranks(ranks, size, check):
         check_works_from_threads,
         check_unwaited,
         check_wait_with_timeout,
+        check_timeout_of_collective,
     ],
 )
 def test_on_two_ranks(ranks, check):

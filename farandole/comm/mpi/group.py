@@ -270,7 +270,7 @@ class MpiGroup:
             culprit_call=_call(*calls[culprit].tolist()),
             reporter_call=_call(*calls[common].tolist()),
         )
-        self._broken = failure_to_error(failure, self.rank, self.membership, self.timeout_s)
+        self._broken = failure_to_error(failure, self.rank, self.membership)
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:

@@ -110,9 +110,13 @@ class MpiMessage:
         """Return the exception for a message that did not complete within the timeout."""
         group = self._group
         failure = Failure(
-            status=Status.LATE, culprit=max(0, self.call.root), reporter=group.rank, reporter_call=self.call
+            status=Status.LATE,
+            culprit=max(0, self.call.root),
+            reporter=group.rank,
+            timeout=timeout_s,
+            reporter_call=self.call,
         )
-        return failure_to_error(failure, group.rank, group.membership, timeout_s)
+        return failure_to_error(failure, group.rank, group.membership)
 
     def _stalled(self, timeout_s: float, waited_s: float) -> str:
         group = self._group
