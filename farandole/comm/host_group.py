@@ -56,6 +56,8 @@ class HostGroup:
     can be sent to any rank in the group.
     """
 
+    largest_tag = 2**31 - 1
+
     def __init__(
         self,
         endpoint: Endpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from datetime import timedelta
@@ -93,6 +94,45 @@ def check_any_source(rank: int, size: int) -> None:
     dist.barrier()
     if rank in (0, size - 1):
         dist.destroy_process_group(group)
+
+
+def check_invalid_tags(rank: int, size: int) -> None:
+    """Invalid tags are refused by all calls; the largest valid tag arrives."""
+    comm, peer = Communicator(dist.group.WORLD), 1 - rank
+
+    def in_batch(tensor: torch.Tensor, sends: bool, tag: int) -> None:
+        with comm.batch() as batch:
+            (batch.send if sends else batch.recv)(tensor, peer, tag)
+
+    sends = [
+        lambda t, tag: dist.send(t, peer, tag=tag),
+        lambda t, tag: dist.isend(t, peer, tag=tag),
+        lambda t, tag: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, tag=tag)]),
+        lambda t, tag: comm.send(t, peer, tag),
+        lambda t, tag: comm.isend(t, peer, tag),
+        lambda t, tag: in_batch(t, True, tag),
+    ]
+    receives = [
+        lambda t, tag: dist.recv(t, peer, tag=tag),
+        lambda t, tag: dist.recv(t, tag=tag),
+        lambda t, tag: dist.irecv(t, peer, tag=tag),
+        lambda t, tag: dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, peer, tag=tag)]),
+        lambda t, tag: comm.recv(t, peer, tag),
+        lambda t, tag: comm.recv(t, None, tag),
+        lambda t, tag: comm.irecv(t, peer, tag),
+        lambda t, tag: in_batch(t, False, tag),
+    ]
+    tensors, tags = (torch.ones(3), torch.ones(3, 2)[:, 0]), (-1, -257, 2**31, 2**32 + 7)
+    for name, calls in (("send", sends), ("recv", receives)):
+        for call, tensor, tag in itertools.product(calls, tensors, tags):
+            expected = rf"^{name}: expected a tag between 0 and 2147483647, got {tag}$"
+            with pytest.raises(ValueError, match=expected):
+                call(tensor, tag)
+    received = torch.zeros(1)
+    work = comm.irecv(received, peer, 2**31 - 1)
+    comm.send(torch.full((1,), 7.0), peer, 2**31 - 1)
+    work.wait()
+    assert received == 7
 
 
 def check_progress_while_nobody_waits(rank: int, size: int) -> None:
@@ -222,6 +262,7 @@ def test_on_all_ranks(ranks, size, check):
     "check",
     [
         check_tags_out_of_order,
+        check_invalid_tags,
         check_progress_while_nobody_waits,
         check_futures_and_results,
         check_works_from_threads,

@@ -45,6 +45,7 @@ class MpiGroup:
         self.rank: int = comm.Get_rank()
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
+        self.largest_tag: int = comm.Get_attr(mpi_engine.mpi.TAG_UB) - 1  # TAG_UB is reserved for collectives
         self.membership = membership
         self.handle: int | None = 1  # replaces the C core's handle; None after `close`
         messages = Messages(self)

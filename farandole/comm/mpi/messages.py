@@ -167,11 +167,6 @@ class Messages:
         self, begin: Any, operation: Operation, address: int, nbytes: int, kind: int, peer: int, tag: int
     ) -> MpiMessage:
         group, engine = self.group, self.group.engine
-        largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
-        if not 0 <= tag <= largest:
-            raise ValueError(
-                f"expected a tag between 0 and {largest} (the limit of this MPI library), got {tag}"
-            )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
         request = group.start(begin, group.message_buffer(address, nbytes), source, tag)
