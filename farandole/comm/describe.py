@@ -85,9 +85,7 @@ def describe_call(call: Call, membership: Membership) -> str:
     return f"{operation.name.lower()}({', '.join(details)})"
 
 
-def failure_to_error(
-    failure: Failure, reader: int, membership: Membership, timeout_s: float
-) -> CommunicationError:
+def failure_to_error(failure: Failure, reader: int, membership: Membership) -> CommunicationError:
     """Return the exception to raise on rank `reader` for the failure record of a broken group."""
     status = Status(failure.status or Status.DIED)
     culprit = membership.rank(failure.culprit)
@@ -106,7 +104,7 @@ def failure_to_error(
         why = f" ({note})" if note else ""
         return RankLeft(f"{culprit} left the group{why} {_place(theirs, reported, membership)}; {waiting}")
     if status is Status.LATE:
-        return _late(failure, membership, timeout_s)
+        return _late(failure, membership)
     if status is Status.MISMATCH:
         return CallMismatch(
             f"{culprit} called {describe_call(theirs, membership)}, but {_witness(failure, membership)} "
@@ -220,7 +218,7 @@ def _place(theirs: Call, reported: Call, membership: Membership) -> str:
     return f"after {call}, its call number {theirs.index}"
 
 
-def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLate:
+def _late(failure: Failure, membership: Membership) -> RankLate:
     theirs, reported = failure.culprit_call, failure.reporter_call
     who, waiter = membership.rank(failure.culprit), membership.rank(failure.reporter)
     doing = (
@@ -233,7 +231,7 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
     if reported.operation in _MESSAGES:
         if reported.root < 0:
             return RankLate(
-                f"no rank sent a message within the timeout of {timeout_s:g} s to {waiter}, which was waiting in "
+                f"no rank sent a message within the timeout of {failure.timeout:g} s to {waiter}, which was waiting in "
                 f"{_numbered(reported, membership)}"
             )
         sent = reported.operation == Operation.SEND
@@ -241,12 +239,12 @@ def _late(failure: Failure, membership: Membership, timeout_s: float) -> RankLat
             f"receive the message that {waiter} sent" if sent else f"send the message that {waiter} expected"
         )
         return RankLate(
-            f"{who} did not {failed} in {_numbered(reported, membership)} within the timeout of {timeout_s:g} s; "
+            f"{who} did not {failed} in {_numbered(reported, membership)} within the timeout of {failure.timeout:g} s; "
             f"{doing}"
         )
     others = f" and {failure.missing - 1} more" if failure.missing > 1 else ""
     return RankLate(
-        f"{who}{others} did not arrive within the timeout of {timeout_s:g} s ({doing}); {waiter} was waiting in "
+        f"{who}{others} did not arrive within the timeout of {failure.timeout:g} s ({doing}); {waiter} was waiting in "
         f"{_numbered(reported, membership)}"
     )
 

@@ -62,6 +62,7 @@ class DirectCalls:
         self._size, self._check = core.size, core.check
         self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
         self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
+        self._largest_tag = core.messages.largest_tag
         self._all_reduce, self._reduce = library["frd_all_reduce"], library["frd_reduce"]
         self._broadcast, self._barrier = library["frd_broadcast"], library["frd_barrier"]
         self._reduce_scatter = library["frd_reduce_scatter_even"]
@@ -132,7 +133,7 @@ class DirectCalls:
 
         When this method returns True, `tensor` may be modified.
         """
-        return self._is_message(tensor, peer) and self._messages.send(
+        return self._is_message(tensor, peer, tag) and self._messages.send(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
@@ -141,7 +142,7 @@ class DirectCalls:
 
         When this method returns True, the message has arrived.
         """
-        return self._is_message(tensor, peer) and self._messages.recv(
+        return self._is_message(tensor, peer, tag) and self._messages.recv(
             tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag
         )
 
@@ -150,16 +151,17 @@ class DirectCalls:
 
         Return None if the fast path does not apply.
         """
-        if not self._is_message(tensor, peer):
+        if not self._is_message(tensor, peer, tag):
             return None
         return self._messages.begin(
             tensor, tensor, tensor.data_ptr(), tensor.nbytes, TYPES[tensor.dtype], peer, tag, sends
         )
 
-    def _is_message(self, tensor: Tensor, peer: int) -> bool:
+    def _is_message(self, tensor: Tensor, peer: int, tag: int) -> bool:
         return (
             peer in self._ranks
             and peer != self._rank
+            and 0 <= tag <= self._largest_tag
             and tensor.is_cpu
             and tensor.layout is _STRIDED
             and tensor.is_contiguous()
@@ -272,6 +274,7 @@ class DirectMethods(DirectCalls):
         self._size, self._check = core.size, core.check
         self._queue, self._enter, self._leave = queue, queue.enter, queue.leave
         self._ranks, self._rank, self._messages = range(core.size), core.rank, core.messages
+        self._largest_tag = core.messages.largest_tag
         rank = core.rank
         self._all_reduce = lambda t, _, op, flags: own.all_reduce(t, t, op, flags)
         self._reduce = lambda t, _, op, root, flags: own.reduce(

@@ -56,6 +56,8 @@ class HostGroup:
     can be sent to any rank in the group.
     """
 
+    largest_tag = 2**31 - 1
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -100,16 +102,16 @@ class HostGroup:
                 self.core.frd_set_timeout(self.handle, self.timeout_s)
 
     def within(self, timeout_s: float, call: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a function that runs `call` with a timeout of `timeout_s` seconds instead of the group's timeout."""
+        """Return a function that runs the collective `call` with a timeout of `timeout_s` seconds instead of `self.timeout`."""
 
         def timed(flags: int) -> None:
             self._call_timeout_s = timeout_s
-            self.core.frd_set_timeout(self.handle, timeout_s)
+            self.core.frd_set_call_timeout(self.handle, timeout_s)
             try:
                 call(flags)
             finally:
                 self._call_timeout_s = None
-                self.core.frd_set_timeout(self.handle, self.timeout_s)
+                self.core.frd_set_call_timeout(self.handle, self.timeout_s)
 
         return timed
 
@@ -131,7 +133,7 @@ class HostGroup:
             )
         failure = Failure()
         self.core.frd_get_failure(self.handle, ctypes.byref(failure))
-        error = failure_to_error(failure, self.group_rank, self.membership, self.call_timeout_s)
+        error = failure_to_error(failure, self.group_rank, self.membership)
         if self.consensus is not None:
             error = self._shared_reason(failure, error)
         own = Call()
@@ -273,7 +275,7 @@ class HostGroup:
 
     @property
     def call_timeout_s(self) -> float:
-        """The timeout of the current call, in seconds."""
+        """The timeout of the current collective, in seconds."""
         return self._call_timeout_s or self.timeout_s
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, flags: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ class MessagePassing(Protocol):
     """
 
     timeout_s: float
+    largest_tag: int
 
     def post_send(self, address: int, nbytes: int, kind: int, peer: int, tag: int) -> Any:
         """Post a send of `nbytes` bytes to rank `peer`."""
@@ -65,6 +66,12 @@ class MessagePassing(Protocol):
 
     def source_of(self, outcome: Any) -> int:
         """Return the source rank of a completed message; raise an exception if the message failed."""
+
+
+def valid_tag(call: str, tag: int, largest: int) -> None:
+    """Raise ValueError unless `tag` is between 0 and `largest`."""
+    if not 0 <= tag <= largest:
+        raise ValueError(f"{call}: expected a tag between 0 and {largest}, got {tag}")
 
 
 class MessageWork(FarandoleWork):
@@ -214,6 +221,7 @@ class Messages:
 
     def __init__(self, host: MessagePassing) -> None:
         self._host = host
+        self.largest_tag = host.largest_tag
         self._open: dict[int, MessageWork] = {}
         self._blocked: dict[int, None] = {}  # threads in blocking sends and receives
         self._closed = ""  # the reason why messages cannot be posted, or ""
@@ -222,6 +230,7 @@ class Messages:
         """Start a send of `tensor` to `peer` if `sends` is set, else a receive from `peer`; return the work."""
         if self._closed:
             raise CommunicationError(self._closed)
+        valid_tag("send" if sends else "recv", tag, self.largest_tag)
         buffer = tensor
         if not is_dense(tensor):
             if not sends:

@@ -28,7 +28,7 @@ from ctypes import (
 from enum import IntEnum
 from pathlib import Path
 
-ABI = 14
+ABI = 15
 MAX_RANKS = 256
 NOTE_BYTES = 160
 KEY_BYTES = 32
@@ -130,6 +130,7 @@ class Failure(ctypes.Structure):
         ("culprit", c_int32),
         ("reporter", c_int32),
         ("missing", c_int32),
+        ("timeout", c_double),
         ("culprit_call", Call),
         ("reporter_call", Call),
         ("note", c_char * NOTE_BYTES),
@@ -175,6 +176,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "frd_give_up": (None, [c_void_p]),
     "frd_close": (None, [c_void_p]),
     "frd_set_timeout": (None, [c_void_p, c_double]),
+    "frd_set_call_timeout": (None, [c_void_p, c_double]),
     "frd_set_stall_warning": (None, [c_void_p, StallWarning]),
     "frd_get_failure": (None, [c_void_p, POINTER(Failure)]),
     "frd_get_wait": (c_bool, [c_void_p, c_int, POINTER(Call)]),

@@ -23,7 +23,7 @@ void begin_call(struct frd_group *g, struct frd_call call, int flags)
     }
     g->flags = flags;
     g->begun = seconds_now();
-    g->deadline = g->begun + g->timeout;
+    g->deadline = g->begun + g->call_timeout;
     g->warn_at = g->begun + STALL_WARNING_S;
     if (g->slot) call.stage = 1 + arena_offset(g->slot->memory);
     g->current = call;

@@ -19,7 +19,7 @@
 
 #pragma GCC visibility push(default) /* the library exports only the declarations of this file */
 
-#define FRD_ABI 14
+#define FRD_ABI 15
 #define FRD_MAX_RANKS 256 /* on one host */
 #define FRD_NOTE_BYTES 160
 #define FRD_KEY_BYTES 32
@@ -70,6 +70,7 @@ struct frd_failure {
     int32_t culprit;     /* rank in the group */
     int32_t reporter;    /* likewise */
     int32_t missing;     /* FRD_LATE: the number of ranks that had not arrived */
+    double timeout;      /* of the reporter's call, in seconds */
     struct frd_call culprit_call;  /* the last call that the culprit made */
     struct frd_call reporter_call;
     char note[FRD_NOTE_BYTES];     /* the reason that the culprit has written, if any */
@@ -132,7 +133,8 @@ struct frd_group *frd_group_open(struct frd_endpoint *, uint64_t context, int ra
 void frd_leave(struct frd_group *, const char *note);  /* notifies the other ranks; keeps the memory */
 void frd_give_up(struct frd_group *);                  /* pending calls of this process return FRD_LEFT */
 void frd_close(struct frd_group *);                    /* no call may be pending */
-void frd_set_timeout(struct frd_group *, double seconds);
+void frd_set_timeout(struct frd_group *, double seconds);      /* of messages and collectives */
+void frd_set_call_timeout(struct frd_group *, double seconds); /* of the next collectives only */
 /* Set a function that a waiting rank calls after 4 s, and then each time the wait has doubled.  The function is called
  * without the interpreter lock. */
 void frd_set_stall_warning(struct frd_group *, void (*)(double waited, double timeout));

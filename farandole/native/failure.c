@@ -40,6 +40,7 @@ int break_between(struct frd_group *g, int status, int culprit, const struct frd
         failure->culprit = culprit;
         failure->reporter = g->group_rank;
         failure->missing = ranks_missing(g);
+        failure->timeout = own->operation == FRD_SEND || own->operation == FRD_RECV ? g->timeout : g->call_timeout;
         failure->culprit_call = *theirs;
         failure->reporter_call = *own;
         if (line) memcpy(failure->note, line->life.note, FRD_NOTE_BYTES);

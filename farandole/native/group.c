@@ -88,7 +88,7 @@ struct frd_group *frd_group_open(struct frd_endpoint *e, uint64_t context, int r
     g->context = context;
     g->group_rank = rank;
     g->group_ranks = ranks;
-    g->timeout = 1800;
+    frd_set_timeout(g, 1800);
     for (int r = 0; r < ranks; r++) {
         struct peer *peer = &e->peers[members[r]];
         g->members[r].peer = peer;
@@ -160,4 +160,5 @@ void frd_close(struct frd_group *g)
     free_closed_groups();
 }
 
-void frd_set_timeout(struct frd_group *g, double seconds) { g->timeout = seconds; }
+void frd_set_timeout(struct frd_group *g, double seconds) { g->timeout = g->call_timeout = seconds; }
+void frd_set_call_timeout(struct frd_group *g, double seconds) { g->call_timeout = seconds; }

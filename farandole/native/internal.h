@@ -124,7 +124,9 @@ struct frd_group {
     struct frd_call current;
     struct frd_call declared;    /* the caller's call that contains the next calls; FRD_NOTHING: none */
     struct slot *slot;           /* staging slot of the current call */
-    double timeout, begun, deadline;
+    double timeout;              /* of messages */
+    double call_timeout;         /* of collectives */
+    double begun, deadline;      /* of the current collective */
     double warn_at;              /* time of the next stall warning */
     void (*stall_warning)(double waited, double timeout);
     int flags;

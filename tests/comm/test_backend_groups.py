@@ -174,7 +174,7 @@ def check_timeouts(rank: int, size: int) -> None:
             assert time.monotonic() - start < 2
         dist.barrier()
         if rank == 1:
-            with pytest.raises(RankLate):  # rank 1 arrives too late
+            with pytest.raises(RankLate, match="within the timeout of 0.3 s"):  # rank 1 arrives too late
                 dist.barrier(group=group)
         dist.destroy_process_group(group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from datetime import timedelta
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm import RankLate
+from farandole.comm import Communicator, RankLate
 
 BEYOND_THE_RING = 300_000  # floats: more than a ring of 256 KiB holds
 
@@ -93,6 +94,45 @@ def check_any_source(rank: int, size: int) -> None:
     dist.barrier()
     if rank in (0, size - 1):
         dist.destroy_process_group(group)
+
+
+def check_invalid_tags(rank: int, size: int) -> None:
+    """Invalid tags are refused by all calls; the largest valid tag arrives."""
+    comm, peer = Communicator(dist.group.WORLD), 1 - rank
+
+    def in_batch(tensor: torch.Tensor, sends: bool, tag: int) -> None:
+        with comm.batch() as batch:
+            (batch.send if sends else batch.recv)(tensor, peer, tag)
+
+    sends = [
+        lambda t, tag: dist.send(t, peer, tag=tag),
+        lambda t, tag: dist.isend(t, peer, tag=tag),
+        lambda t, tag: dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer, tag=tag)]),
+        lambda t, tag: comm.send(t, peer, tag),
+        lambda t, tag: comm.isend(t, peer, tag),
+        lambda t, tag: in_batch(t, True, tag),
+    ]
+    receives = [
+        lambda t, tag: dist.recv(t, peer, tag=tag),
+        lambda t, tag: dist.recv(t, tag=tag),
+        lambda t, tag: dist.irecv(t, peer, tag=tag),
+        lambda t, tag: dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, peer, tag=tag)]),
+        lambda t, tag: comm.recv(t, peer, tag),
+        lambda t, tag: comm.recv(t, None, tag),
+        lambda t, tag: comm.irecv(t, peer, tag),
+        lambda t, tag: in_batch(t, False, tag),
+    ]
+    tensors, tags = (torch.ones(3), torch.ones(3, 2)[:, 0]), (-1, -257, 2**31, 2**32 + 7)
+    for name, calls in (("send", sends), ("recv", receives)):
+        for call, tensor, tag in itertools.product(calls, tensors, tags):
+            expected = rf"^{name}: expected a tag between 0 and 2147483647, got {tag}$"
+            with pytest.raises(ValueError, match=expected):
+                call(tensor, tag)
+    received = torch.zeros(1)
+    work = comm.irecv(received, peer, 2**31 - 1)
+    comm.send(torch.full((1,), 7.0), peer, 2**31 - 1)
+    work.wait()
+    assert received == 7
 
 
 def check_progress_while_nobody_waits(rank: int, size: int) -> None:
@@ -178,6 +218,23 @@ def check_wait_with_timeout(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def check_timeout_of_collective(rank: int, size: int) -> None:
+    """The timeout of a single collective does not apply to messages that are received during the collective."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    comm, buffer = Communicator(group), torch.zeros(2)
+    if rank == 0:
+        group._host.within(0.1, lambda flags: comm.recv(buffer, 1))(0)
+        assert (buffer == 5).all()
+        group.set_timeout(timedelta(seconds=0.2))
+    else:
+        time.sleep(0.5)
+        comm.send(torch.full((2,), 5.0), 0)
+    with pytest.raises(RankLate, match=r"recv\(2 x float32, .* within the timeout of 0.2 s"):
+        group._host.within(20, lambda flags: comm.recv(buffer, 1 - rank))(0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 def check_pipeline_ring(rank: int, size: int) -> None:
     """A token circulates many times while collectives run on the same group."""
     token = torch.zeros(1)
@@ -205,11 +262,13 @@ def test_on_all_ranks(ranks, size, check):
     "check",
     [
         check_tags_out_of_order,
+        check_invalid_tags,
         check_progress_while_nobody_waits,
         check_futures_and_results,
         check_works_from_threads,
         check_unwaited,
         check_wait_with_timeout,
+        check_timeout_of_collective,
     ],
 )
 def test_on_two_ranks(ranks, check):

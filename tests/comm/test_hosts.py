@@ -219,6 +219,9 @@ def messages(rank: int, size: int, host_of: list[int]) -> None:
             tensor = torch.empty(length)
             sender = dist.recv(tensor, None, group, tag)
             assert (tensor == 10.0 * sender + tag).all()
+    for tag in (-1, 2**31):
+        with pytest.raises(ValueError, match=rf"^send: expected a tag between 0 and 2147483647, got {tag}$"):
+            dist.send(torch.ones(1), size - 1 - rank, group, tag)
     dist.barrier(group=group)
     everyone: list[object] = [None] * size
     dist.all_gather_object(everyone, {"rank": rank}, group=group)

@@ -116,7 +116,7 @@ class Hosts:
             culprit_call=theirs,
             reporter_call=own,
         )
-        host.fail(failure_to_error(failure, host.group_rank, host.membership, host.call_timeout_s), culprit)
+        host.fail(failure_to_error(failure, host.group_rank, host.membership), culprit)
 
     def release(self) -> None:
         """Cancel all pending messages; called after each collective.

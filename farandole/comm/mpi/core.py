@@ -393,7 +393,7 @@ class MpiCore(GroupCore):
 
     def _exchange(self, flags: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Exchange messages between each pair of ranks, for counts that exceed the limit for collectives."""
-        tag = self.comm.Get_attr(self.mpi.TAG_UB)  # not used by `send` and `recv`
+        tag = self.group.largest_tag + 1  # not used by `send` and `recv`
         requests = [
             (
                 self.group.start(

@@ -47,6 +47,7 @@ class MpiGroup:
         self.rank: int = comm.Get_rank()
         self.group_rank = self.rank
         self.size: int = comm.Get_size()
+        self.largest_tag: int = comm.Get_attr(mpi_engine.mpi.TAG_UB) - 1  # TAG_UB is reserved for collectives
         self.membership = membership
         self.handle: int | None = 1  # replaces the C core's handle; None after `close`
         messages = Messages(self)
@@ -314,7 +315,7 @@ class MpiGroup:
 
     def _break(self, failure: Failure) -> NoReturn:
         """Mark the group as failed, and raise the exception for `failure`."""
-        self._broken = failure_to_error(failure, self.rank, self.membership, self.timeout_s)
+        self._broken = failure_to_error(failure, self.rank, self.membership)
         raise self._broken
 
     def message_buffer(self, address: int, nbytes: int) -> Any:

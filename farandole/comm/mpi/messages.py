@@ -111,9 +111,13 @@ class MpiMessage:
         """Return the exception for a message that did not complete within the timeout."""
         group = self._group
         failure = Failure(
-            status=Status.LATE, culprit=max(0, self.call.root), reporter=group.rank, reporter_call=self.call
+            status=Status.LATE,
+            culprit=max(0, self.call.root),
+            reporter=group.rank,
+            timeout=timeout_s,
+            reporter_call=self.call,
         )
-        return failure_to_error(failure, group.rank, group.membership, timeout_s)
+        return failure_to_error(failure, group.rank, group.membership)
 
     def _stalled(self, timeout_s: float, waited_s: float) -> str:
         group = self._group
@@ -165,11 +169,6 @@ class Messages:
     ) -> MpiMessage:
         group, engine = self.group, self.group.engine
         group.check_usable()
-        largest = group.comm.Get_attr(engine.mpi.TAG_UB) - 1
-        if not 0 <= tag <= largest:
-            raise ValueError(
-                f"expected a tag between 0 and {largest} (the limit of this MPI library), got {tag}"
-            )
         call = Call(operation=operation, type=kind, count=nbytes // (kind >> 8), root=peer, layout=tag)
         source = engine.mpi.ANY_SOURCE if peer < 0 else peer
         request = group.start(begin, group.message_buffer(address, nbytes), source, tag)

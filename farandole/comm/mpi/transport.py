@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.comm.host import Rendezvous
+from farandole.comm.messages import valid_tag
 from farandole.comm.mpi.group import MpiGroup
 from farandole.comm.mpi.messages import MpiMessage
 
@@ -73,6 +74,7 @@ class MpiTransport:
             raise ValueError(
                 f"expected a peer between 0 and {self.size - 1} other than this rank ({self.rank}), got {peer}"
             )
+        valid_tag("send" if sends else "recv", tag, self._group.largest_tag)
         post = self._group.post_send if sends else self._group.post_recv
         nbytes, kind = tensor.numel() * tensor.element_size(), 1 << 8
         return MpiPending(post(tensor.data_ptr(), nbytes, kind, peer, tag), tensor)
