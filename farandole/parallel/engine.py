@@ -535,9 +535,9 @@ class Engine:
         """Write the state of the model and its optimizers to a new folder.  This is a collective call.
 
         The checkpoint contains parameters, buffers, optimizer states and settings, the loss scale, the states of the
-        random number generators, and `extra`.  It omits buffers that a forward pass has created or resized, and the
-        extra state of modules (`get_extra_state`); warnings name these buffers and modules.  The folder receives its
-        final name when it is complete.
+        random number generators, the extra states of modules (`get_extra_state`), and `extra`.  It omits buffers that
+        a forward pass has created or resized, and extra states that `torch.load(weights_only=True)` could not read;
+        warnings name these buffers and modules.  The folder receives its final name when it is complete.
 
         Args:
             folder: a folder that does not exist yet, on a file system that all ranks share.

@@ -8,7 +8,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -496,26 +496,57 @@ def test_settings_that_are_tensors(ranks: Any, tmp_path: Path) -> None:
     ranks(1).run(_save_and_load_settings, tmp_path)
 
 
-class _Scaled(nn.Linear):
-    """A layer with a state that is neither a parameter nor a buffer."""
+class _Fixed(nn.Linear):
+    """A layer whose extra state can be read, but not set."""
 
     def get_extra_state(self) -> Any:
         return {"scale": 2.0}
 
 
-def _saves_extra_state(rank: int, size: int, folder: Path) -> list[str]:
-    with mock.patch.object(checkpoint, "warn_once") as warned:
-        engine = farandole.parallelize(nn.Sequential(nn.Linear(2, 2), _Scaled(2, 2)))
-        engine.save(folder)
-        engine.close()
-    return [call.args[0] for call in warned.call_args_list]
+class _Scaled(_Fixed):
+    """A layer with a state that is neither a parameter nor a buffer."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
 
 
-def test_a_warning_names_the_modules_whose_extra_state_is_not_saved(ranks: Any, tmp_path: Path) -> None:
-    ((text,),) = ranks(1).run(_saves_extra_state, tmp_path / "state")
-    assert text.startswith(
-        "the checkpoint does not contain the extra state (get_extra_state) of 1; pass it as"
-    )
+def _extra_states(rank: int, size: int, folder: Path, plan: Plan, values: list[Any] | None) -> Any:
+    """Save `values` as the extra states of layers, or load and return the extra states; also return warnings."""
+    model = nn.Sequential(_Fixed(4, 4), *(_Scaled(4, 4) for _ in range(3)))
+    scaled = {str(number + 1): layer for number, layer in enumerate(list(model)[1:])}
+    with (
+        mock.patch.object(checkpoint, "warn_once") as warned,
+        closing(farandole.parallelize(model, plan)) as engine,
+    ):
+        if values is None:
+            engine.load(folder)
+        else:
+            for layer, value in zip(scaled.values(), values, strict=True):
+                layer.extra = value
+            engine.save(folder)
+        kept = {id(module) for module in model.modules()}
+        states = {path: layer.extra for path, layer in scaled.items() if id(layer) in kept}
+    return states, [call.args[0] for call in warned.call_args_list]
+
+
+def test_extra_states_of_modules_are_saved(ranks: Any, tmp_path: Path) -> None:
+    values = [{"scale": torch.arange(3.0), "steps": [1, 2]}, "text", object]  # `object` is a class, not data
+    plans = [(2, Plan(pipeline=2)), (2, Plan(zero=2)), (1, Plan())]
+    for number, (size, plan) in enumerate(plans):
+        for _, warnings in ranks(size).run(_extra_states, tmp_path / str(number), plan, values):
+            for text in warnings:
+                assert text.startswith("the checkpoint does not contain the extra state of ")
+            assert warnings or plan.pipeline == 2
+        for other, plan in plans:
+            loaded = ranks(other).run(_extra_states, tmp_path / str(number), plan, None)
+            found = {path: value for states, _ in loaded for path, value in states.items()}
+            torch.testing.assert_close(found["1"], values[0])
+            assert (found["2"], found["3"]) == ("text", None)
 
 
 class _Caching(nn.Module):

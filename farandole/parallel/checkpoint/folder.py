@@ -34,6 +34,7 @@ from farandole.parallel.checkpoint.ranges import Range
 from farandole.parallel.checkpoint.state import (
     State,
     empty_state,
+    modules_with_extra_state,
     offloaded_states,
     persistent_buffers,
     restore,
@@ -164,7 +165,6 @@ def save(
 ) -> PendingSave:
     """Save the engine to a folder; see `Engine.save`."""
     comm, text, state = engine.comm, "", State()
-    _warn_of_extra_state(engine.model)
     _warn_of_buffers(engine)
     failure: OSError | str = ""
     try:
@@ -172,6 +172,7 @@ def save(
         if comm.rank == 0:
             prepare(folder)
         state = state_of(engine, comm.rank)
+        _warn_of_extra_state(engine.model, state)
     except (OSError, CheckpointError) as error:
         failure = reason_of(error)
     pending = PendingSave(folder, comm, failure)
@@ -185,16 +186,16 @@ def save(
     return pending
 
 
-def _warn_of_extra_state(model: nn.Module) -> None:
+def _warn_of_extra_state(model: nn.Module, state: State) -> None:
     names = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        path or type(module).__name__
+        for path, module in modules_with_extra_state(model)
+        if f"extra.{path}" not in state
     ]
     if names:
         warn_once(
-            f"the checkpoint does not contain the extra state (get_extra_state) of {', '.join(names[:5])}; pass it as "
-            "engine.save(extra=...), and restore it after engine.load"
+            f"the checkpoint does not contain the extra state of {', '.join(names[:5])}; define set_extra_state, and let "
+            "get_extra_state return only tensors, numbers, strings, lists and dictionaries"
         )
 
 

@@ -7,6 +7,7 @@
     random.cuda.rankN       the state of the accelerator's generator of group N
     compression.rankN.KEY   the compression residuals of rank N
     merged.LAYER            exists if the LoRA adapter of this layer is merged into its weight
+    extra.MODULE            the module's `get_extra_state()`, serialized by `torch.save`
 
 Each rank saves its boxes under the tensor names of the unsharded model, and reads the boxes that it needs.
 Therefore a checkpoint can be loaded on any number of ranks, at any ZeRO stage and in any precision.  A tensor that
@@ -17,7 +18,9 @@ Offloaded optimizer states are saved and loaded one bucket at a time.
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -70,7 +73,34 @@ def state_of(engine: Engine, rank: int) -> State:
     for key, value in engine.compression_state().items():
         state[f"compression.rank{rank}.{key}"] = value
     merged = [path for path, layer in lora_layers(engine.model).items() if layer.merged]
-    return state | {f"merged.{path}": torch.tensor(True) for path in merged}
+    state |= {f"merged.{path}": torch.tensor(True) for path in merged}
+    for path, module in modules_with_extra_state(engine.model):
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            content = _serialized(module.get_extra_state())
+            state |= {} if content is None else {f"extra.{path}": content}
+    return state
+
+
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) for each module that overrides `get_extra_state`."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield path, module
+
+
+def _serialized(value: Any) -> Tensor | None:
+    """Return `value` as uint8 elements, or None if `torch.load(weights_only=True)` could not read it."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        _deserialized(content := torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    except (pickle.PickleError, AttributeError, TypeError):
+        return None
+    return content
+
+
+def _deserialized(content: Tensor) -> Any:
+    return torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -> State:
@@ -104,8 +134,9 @@ def empty_state(engine: Engine, rank: int, saved: Mapping[str, STORAGE_TYPES]) -
             state[entry] = _empty_optimizer_state(saved[entry], shard, start, place)
     number = _generator_number(engine, rank)
     own = [f"random.rank{number}", *([f"random.cuda.rank{number}"] if engine.device.type == "cuda" else [])]
+    extra = {f"extra.{path}" for path, _ in modules_with_extra_state(engine.model)}
     for entry, description in saved.items():
-        if entry in own or entry.startswith(f"compression.rank{rank}."):
+        if entry in own or entry in extra or entry.startswith(f"compression.rank{rank}."):
             state[entry] = _empty_as(description)
     return state
 
@@ -138,6 +169,9 @@ def restore(engine: Engine, rank: int, loaded: State) -> None:
     whole = {entry: value for entry, value in loaded.items() if isinstance(value, Tensor)}
     own = f"compression.rank{rank}."
     engine.load_compression({e.removeprefix(own): v for e, v in whole.items() if e.startswith(own)})
+    for path, module in modules_with_extra_state(engine.model):
+        if (content := whole.get(f"extra.{path}")) is not None:
+            module.set_extra_state(_deserialized(content))
     number = _generator_number(engine, rank)
     if (generator := whole.get(f"random.rank{number}")) is not None:
         torch.set_rng_state(generator)
