@@ -107,8 +107,8 @@ def prepare_text(
         progress: a function called with the current activity and its completed fraction.
 
     Raises:
-        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or a special token is
-            invalid.
+        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or the tokenizer or a special
+            token is invalid.
     """
     check_special_tokens(special_tokens)
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
@@ -159,10 +159,11 @@ def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str])
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"cannot load the tokenizer {path}: {error}; check or restore the file") from None
-    if tokenizer.get_vocab_size() > vocabulary:
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= vocabulary:
         raise DataError(
-            f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, but model.vocabulary={vocabulary}; "
-            f"use model.vocabulary={tokenizer.get_vocab_size()}"
+            f"tokenizer {path} contains token {largest}, but model.vocabulary={vocabulary}; use "
+            f"model.vocabulary={largest + 1}"
         )
     for token in special_tokens:
         if tokenizer.token_to_id(token) is None:
