@@ -54,10 +54,11 @@ def generate_file(
         The number of lines that this call has written.
 
     Raises:
-        DataError: if a file cannot be read, a line is invalid, or the output file contains other text than
+        DataError: if a file cannot be read or written, a line is invalid, or the output file contains other text than
             results for this input and these parameters.  In this case, no text is generated, and the files are not
             changed.
     """
+    check_output(input_file, output_file)
     records = _read_lines(input_file)
     parsed = [
         _parse(
@@ -89,6 +90,28 @@ def generate_file(
             progress(written, len(records), tokens)
         os.fsync(file.fileno())
     return written - done
+
+
+def check_output(input_file: Path, output_file: Path) -> None:
+    """Check that `output_file` can be read and written, without changing the file.
+
+    Raises:
+        DataError: if it cannot be read or written, or is the input file.
+    """
+    existed = os.path.lexists(output_file)
+    try:
+        with output_file.open("a+b"):
+            pass
+        if not existed:
+            output_file.unlink()
+        elif os.path.exists(input_file) and output_file.samefile(input_file):
+            raise DataError(
+                f"{output_file} is both the input and the output; choose another file with --output"
+            )
+    except OSError as error:
+        raise DataError(
+            f"cannot write {output_file}: {error.strerror or error}; choose another file with --output"
+        ) from None
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -209,3 +209,19 @@ def test_other_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
         out.write_text(text)
         assert "expected the result of line 1" in command(folder, "--input", file, "--output", out).output
         assert out.read_text() == text
+
+
+def test_the_output_file_is_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "none" / "out.jsonl"
+    file.write_text('{"prompt": "a"}')
+    for output, message in (
+        (out, f"cannot write {out}: No such file or directory; choose another file with --output"),
+        (tmp_path, f"cannot write {tmp_path}: Is a directory"),
+        (file, f"{file} is both the input and the output; choose another file with --output"),
+        (tmp_path / "new.jsonl", "no model"),
+    ):
+        result = command(tmp_path / "no model", "--input", file, "--output", output)
+        assert result.exit_code == 2
+        assert message in result.output
+    assert file.read_text() == '{"prompt": "a"}'
+    assert list(tmp_path.iterdir()) == [file]
