@@ -98,7 +98,7 @@ def prepare_text(
         vocabulary: the number of tokens in the vocabulary; with `tokenizer`, the maximum number.
         context: the number of input tokens in a window.
         text_field: the JSON field, or the Parquet or Arrow column, that contains the text.
-        validation_share: the fraction of the text used for validation.
+        validation_share: the fraction of the text used for validation, above 0 and below 1.
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If a token's name occurs in the
             text, the name is encoded as ordinary text.
         tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.
@@ -107,9 +107,11 @@ def prepare_text(
         progress: a function called with the current activity and its completed fraction.
 
     Raises:
-        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or the tokenizer or a special
-            token is invalid.
+        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or the tokenizer or an argument
+            is invalid.
     """
+    if not 0 < validation_share < 1:
+        raise DataError(f"expected validation_share above 0 and below 1, got {validation_share}")
     check_special_tokens(special_tokens)
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if not smallest <= vocabulary <= 1 << 24:

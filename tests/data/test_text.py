@@ -79,6 +79,12 @@ def test_small_text_has_validation_tokens(tmp_path: Path, cache: Path) -> None:
     assert share == pytest.approx(0.1, abs=0.05)
 
 
+@pytest.mark.parametrize("share", [0, 1, float("nan")])
+def test_a_validation_share_out_of_range_is_refused(corpus: Path, cache: Path, share: float) -> None:
+    with pytest.raises(DataError, match="expected validation_share above 0 and below 1, got"):
+        _prepare(corpus, cache, validation_share=share)
+
+
 def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.txt").write_text("few words")
     with pytest.raises(
