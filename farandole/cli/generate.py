@@ -155,6 +155,7 @@ def _generate_together(
     from farandole.data.errors import DataError
     from farandole.launch.placement import LaunchError
     from farandole.models.hf.fields import FolderError
+    from farandole.serve.batch import check_output
     from farandole.serve.llm import LLM
     from farandole.serve.ranks.errors import RanksFailed
     from farandole.serve.request import RequestError, Sampling
@@ -170,6 +171,8 @@ def _generate_together(
         prompt = "def" if prompt is None else prompt
         _check_prompt(prompt)
         sampling = Sampling(**parameters)
+        if rank == 0 and input_file is not None and output_file is not None:
+            check_output(input_file, output_file)  # before the model is loaded
         with LLM(folder, tensor=tensor, weights=weights) as llm:
             if llm.rank:  # when the block ends, this rank computes with rank 0 until rank 0 has finished
                 return

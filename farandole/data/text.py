@@ -98,7 +98,7 @@ def prepare_text(
         vocabulary: the number of tokens in the vocabulary; with `tokenizer`, the maximum number.
         context: the number of input tokens in a window.
         text_field: the JSON field, or the Parquet or Arrow column, that contains the text.
-        validation_share: the fraction of the text used for validation.
+        validation_share: the fraction of the text used for validation, above 0 and below 1.
         special_tokens: tokens to add to the vocabulary, such as `tokenizer.MASK`.  If a token's name occurs in the
             text, the name is encoded as ordinary text.
         tokenizer: the `tokenizer.json` to use; by default, a tokenizer is trained on the text.
@@ -107,9 +107,11 @@ def prepare_text(
         progress: a function called with the current activity and its completed fraction.
 
     Raises:
-        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or a special token is
-            invalid.
+        DataError: if the text is missing, unreadable or too short, the cache cannot be written, or the tokenizer or an argument
+            is invalid.
     """
+    if not 0 < validation_share < 1:
+        raise DataError(f"expected validation_share above 0 and below 1, got {validation_share}")
     check_special_tokens(special_tokens)
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if not smallest <= vocabulary <= 1 << 24:
@@ -159,10 +161,11 @@ def _check_tokenizer(path: Path, vocabulary: int, special_tokens: Sequence[str])
         tokenizer = load_tokenizer(path)
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"cannot load the tokenizer {path}: {error}; check or restore the file") from None
-    if tokenizer.get_vocab_size() > vocabulary:
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= vocabulary:
         raise DataError(
-            f"tokenizer {path} has {tokenizer.get_vocab_size():,} tokens, but model.vocabulary={vocabulary}; "
-            f"use model.vocabulary={tokenizer.get_vocab_size()}"
+            f"tokenizer {path} contains token {largest}, but model.vocabulary={vocabulary}; use "
+            f"model.vocabulary={largest + 1}"
         )
     for token in special_tokens:
         if tokenizer.token_to_id(token) is None:

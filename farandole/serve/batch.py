@@ -8,14 +8,17 @@ an `id` and fields of `Sampling` that replace the defaults:
 
 Line i of the output contains the result for line i of the input:
 
-    {"index": 0, "text": "os\\n", "finish_reason": "length", "prompt_tokens": 2, "completion_tokens": 16}
+    {"index": 0, "fingerprint": "6b5f2a0c91d3e874", "text": "os\\n", "finish_reason": "length", "prompt_tokens": 2,
+     "completion_tokens": 16}
 
-With `n` above 1, `choices` replaces `text` and `finish_reason`.
+With `n` above 1, `choices` replaces `text` and `finish_reason`.  `fingerprint` is a hash of the prompt's tokens, the
+sampling parameters and the `id`.  The results of an interrupted run are only kept if all fingerprints match.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -51,9 +54,11 @@ def generate_file(
         The number of lines that this call has written.
 
     Raises:
-        DataError: if a file cannot be read, a line is invalid, or the output file does not match the input.  In this
-            case, no text is generated.
+        DataError: if a file cannot be read or written, a line is invalid, or the output file contains other text than
+            results for this input and these parameters.  In this case, no text is generated, and the files are not
+            changed.
     """
+    check_output(input_file, output_file)
     records = _read_lines(input_file)
     parsed = [
         _parse(
@@ -61,7 +66,11 @@ def generate_file(
         )
         for number, record in enumerate(records)
     ]
-    done = _completed(output_file, len(records))
+    headers = [
+        {"index": number, "fingerprint": _fingerprint(record, *request)}
+        for number, (record, request) in enumerate(zip(records, parsed, strict=True))
+    ]
+    done = _completed(output_file, [json.dumps(header).encode()[:-1] for header in headers])
     prompts = [prompt for prompt, _ in parsed[done:]]
     samplings = [sampling for _, sampling in parsed[done:]]
     tokens = 0
@@ -74,13 +83,35 @@ def generate_file(
     written = done
     with output_file.open("ab") as file:
         for result in llm.stream(prompts, samplings, progress=count):
-            line = json.dumps(_line(written, records[written], result), ensure_ascii=False)
+            line = json.dumps(headers[written] | _result(records[written], result), ensure_ascii=False)
             file.write(line.encode() + b"\n")
             file.flush()
             written += 1
             progress(written, len(records), tokens)
         os.fsync(file.fileno())
     return written - done
+
+
+def check_output(input_file: Path, output_file: Path) -> None:
+    """Check that `output_file` can be read and written, without changing the file.
+
+    Raises:
+        DataError: if it cannot be read or written, or is the input file.
+    """
+    existed = os.path.lexists(output_file)
+    try:
+        with output_file.open("a+b"):
+            pass
+        if not existed:
+            output_file.unlink()
+        elif os.path.exists(input_file) and output_file.samefile(input_file):
+            raise DataError(
+                f"{output_file} is both the input and the output; choose another file with --output"
+            )
+    except OSError as error:
+        raise DataError(
+            f"cannot write {output_file}: {error.strerror or error}; choose another file with --output"
+        ) from None
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -140,7 +171,13 @@ def _parse(llm: LLM, record: dict[str, Any], defaults: Sampling, where: str) -> 
     return encoded, sampling
 
 
-def _line(index: int, record: dict[str, Any], result: Generation) -> dict[str, Any]:
+def _fingerprint(record: dict[str, Any], prompt: Prompt, sampling: Sampling) -> str:
+    """Return a hash of all parts of a request that determine its line in the output."""
+    request = repr((record.get("id"), prompt, sampling))
+    return hashlib.blake2b(request.encode(), digest_size=8).hexdigest()
+
+
+def _result(record: dict[str, Any], result: Generation) -> dict[str, Any]:
     own = {"id": record["id"]} if "id" in record else {}
     choices = [{"text": each.text, "finish_reason": each.finish_reason} for each in result.completions]
     content: dict[str, Any] = dict(choices[0]) if len(choices) == 1 else {"choices": choices}
@@ -148,26 +185,23 @@ def _line(index: int, record: dict[str, Any], result: Generation) -> dict[str, A
         "prompt_tokens": len(result.prompt_tokens),
         "completion_tokens": sum(len(each.tokens) for each in result.completions),
     }
-    return {"index": index, **own, **content, **counts}
+    return {**own, **content, **counts}
 
 
-def _completed(path: Path, total: int) -> int:
+def _completed(path: Path, starts: Sequence[bytes]) -> int:
     """Return the number of complete lines of the output file at `path`, and remove an incomplete last line."""
     if not path.exists():
         return 0
     content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    lines = complete.splitlines()
-    for number, line in enumerate(lines):
-        try:
-            index = json.loads(line)["index"]
-        except (ValueError, TypeError, KeyError):
-            index = None
-        if index != number or number >= total:
+    *lines, rest = content.split(b"\n")
+    for number, line in enumerate([*lines, rest] if rest else lines):
+        start = starts[number] if number < len(starts) else None
+        if start is None or not line.startswith(start if number < len(lines) else start[: len(rest)]):
             raise DataError(
-                f"{path}, line {number + 1}: expected the result of line {number + 1} of the input ({total} lines); "
-                "the file belongs to another input; delete this file, or choose another output"
+                f"{path}, line {number + 1}: expected the result of line {number + 1} of the input ({len(starts)} lines) "
+                "with the same prompt and parameters; the file belongs to another input, other options or another "
+                "version; delete this file, or choose another file with --output"
             )
-    if len(complete) < len(content):
-        os.truncate(path, len(complete))
+    if rest:
+        os.truncate(path, len(content) - len(rest))
     return len(lines)

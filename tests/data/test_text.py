@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from farandole.data import text as module
 from farandole.data.cache import FILES, content_key, default_cache
@@ -76,6 +77,12 @@ def test_small_text_has_validation_tokens(tmp_path: Path, cache: Path) -> None:
     text = _prepare(tmp_path / "a.txt", cache, validation_share=0.1)
     share = len(text.validation.tokens) / (len(text.train.tokens) + len(text.validation.tokens))
     assert share == pytest.approx(0.1, abs=0.05)
+
+
+@pytest.mark.parametrize("share", [0, 1, float("nan")])
+def test_a_validation_share_out_of_range_is_refused(corpus: Path, cache: Path, share: float) -> None:
+    with pytest.raises(DataError, match="expected validation_share above 0 and below 1, got"):
+        _prepare(corpus, cache, validation_share=share)
 
 
 def test_too_little_text_is_refused(tmp_path: Path, cache: Path) -> None:
@@ -248,6 +255,15 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(
     whole.tokenizer.save(str(file))
     found = _prepare(corpus, cache, tokenizer=file)
     assert np.array_equal(found.train.tokens, whole.train.tokens)
+
+
+def test_a_tokenizer_with_tokens_outside_the_vocabulary_is_refused(
+    corpus: Path, cache: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({END_OF_TEXT: 0, "def": VOCABULARY}, unk_token=END_OF_TEXT)).save(str(file))
+    with pytest.raises(DataError, match=r"contains token 300, but model\.vocabulary=300; use .*=301"):
+        _prepare(corpus, cache, tokenizer=file)
 
 
 def test_special_tokens_change_the_cache_key(corpus: Path, cache: Path) -> None:

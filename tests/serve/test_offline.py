@@ -128,6 +128,31 @@ def test_a_file_is_completed_in_order_and_resumed(folder: Path, tmp_path: Path) 
     assert "wrote 0 results" in command(folder, *options, "--output", again).output
 
 
+@pytest.mark.parametrize(
+    ("record", "tokens"),
+    [
+        ({"id": "q", "prompt": "say red"}, 6),  # another option
+        ({"id": "q", "prompt": "say two"}, 4),
+        ({"id": "p", "prompt": "say red"}, 4),
+        ({"id": "q", "prompt": "say red", "top_p": 0.5}, 4),
+    ],
+)
+def test_results_of_another_request_are_not_kept(
+    folder: Path, tmp_path: Path, record: dict[str, object], tokens: int
+) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"id": "q", "prompt": "say red"}\n')
+    assert command(folder, "--input", file, "--output", out, "--tokens", 4).exit_code == 0
+    first = out.read_bytes()
+    file.write_text(json.dumps(record) + "\n")
+    for content in (first, first[:-5]):
+        out.write_bytes(content)
+        result = command(folder, "--input", file, "--output", out, "--tokens", tokens)
+        assert result.exit_code == 2
+        assert "line 1: expected the result of line 1 of the input (1 lines)" in result.output
+        assert out.read_bytes() == content
+
+
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
 def test_only_line_ends_divide_a_file(folder: Path, tmp_path: Path, separator: str) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -180,6 +205,23 @@ def test_other_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
     both = command(folder, "--input", file, "--output", out, "--prompt", "x")
     assert "mutually exclusive" in both.output
     assert "cannot read" in command(folder, "--input", tmp_path / "none", "--output", out).output
-    out.write_text('{"index": 3}\n')
-    assert "expected the result of line 1" in command(folder, "--input", file, "--output", out).output
-    assert out.read_text() == '{"index": 3}\n'
+    for text in ('{"index": 3}\n', "a note without a line end", '{"index": 0}'):
+        out.write_text(text)
+        assert "expected the result of line 1" in command(folder, "--input", file, "--output", out).output
+        assert out.read_text() == text
+
+
+def test_the_output_file_is_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "none" / "out.jsonl"
+    file.write_text('{"prompt": "a"}')
+    for output, message in (
+        (out, f"cannot write {out}: No such file or directory; choose another file with --output"),
+        (tmp_path, f"cannot write {tmp_path}: Is a directory"),
+        (file, f"{file} is both the input and the output; choose another file with --output"),
+        (tmp_path / "new.jsonl", "no model"),
+    ):
+        result = command(tmp_path / "no model", "--input", file, "--output", output)
+        assert result.exit_code == 2
+        assert message in result.output
+    assert file.read_text() == '{"prompt": "a"}'
+    assert list(tmp_path.iterdir()) == [file]
