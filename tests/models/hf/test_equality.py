@@ -15,7 +15,7 @@ from farandole.models.generate import generate
 from farandole.models.hf import describe, from_pretrained, save_pretrained
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
-from farandole.models.moe import GroupedRouter, take_loads
+from farandole.models.moe import GroupedRouter, routers_of, take_loads
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo
 from farandole.models.t5 import shift_right
@@ -319,3 +319,29 @@ def test_router_bias_balances_the_experts(steps: int) -> None:
         after = take_loads(router)[""].imbalance
     assert before > 2.5
     assert after < 1.4
+
+
+def test_router_bias_stays_in_fp32(tmp_path: Path) -> None:
+    theirs = reference("deepseek_v3", 1)
+    source = folder_of(theirs, tmp_path / "a")
+    same = type(theirs).from_pretrained(source, dtype=torch.bfloat16)
+    biases = [b for name, b in same.named_buffers() if name.endswith("e_score_correction_bias")]
+    save_pretrained(from_pretrained(source), tmp_path / "b", dtype=torch.bfloat16)
+    cast = from_pretrained(source).to(torch.bfloat16)
+    for ours in (from_pretrained(source, dtype=torch.bfloat16), from_pretrained(tmp_path / "b"), cast):
+        routers = routers_of(ours).values()
+        assert len(routers) == len(biases) > 0
+        for router, bias in zip(routers, biases, strict=True):
+            assert router.load.dtype == bias.dtype == torch.float32
+            assert torch.equal(router.bias, bias)
+    assert cast[0].tokens.weight.dtype == torch.bfloat16
+
+
+def test_router_bias_balances_the_experts_of_a_bf16_model() -> None:
+    router = GroupedRouter(8, experts=8, top=2).bfloat16()
+    router.bias += 6.5
+    for _ in range(300):
+        router(torch.ones(1, 8, dtype=torch.bfloat16))
+    assert router.load.sum() == 600
+    take_loads(router)
+    assert float((router.bias - 6.5).abs().max()) == pytest.approx(1e-3, rel=1e-2)
