@@ -489,6 +489,18 @@ def _save_built(rank: int, size: int, config: LlamaConfig, out: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(
+    "plan", [Plan(zero=3), Plan(pipeline=2), Plan(tensor=2)], ids=["zero", "pipeline", "tensor"]
+)
+def test_a_head_that_differs_from_the_embedding_is_not_tied(ranks: Any, tmp_path: Path, plan: Plan) -> None:
+    folder, out = small(tmp_path, tie_word_embeddings=False, num_hidden_layers=2), tmp_path / "out"
+    expected = _expected(folder, 2 // plan.pipeline // plan.tensor)[0]
+    _change(folder, tie_word_embeddings=True)
+    for losses in ranks(2).run(_train, folder, plan, out):
+        assert losses == pytest.approx(expected, rel=2e-4)
+    assert not from_pretrained(out).config.tied
+
+
 def _save_bf16(rank: int, size: int, folder: Path, plan: Plan, out: Path) -> None:
     engine = farandole.parallelize(from_pretrained(folder, lazy=True), plan)
     engine.save_pretrained(out / "saved", dtype=torch.bfloat16)

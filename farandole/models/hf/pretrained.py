@@ -24,6 +24,7 @@ from farandole.models.hf.files import (
     Read,
     divide,
     file_names,
+    have_equal_values,
     index_of,
     open_folder,
     read,
@@ -36,6 +37,8 @@ from farandole.models.moe import router_buffers
 from farandole.models.sequence import Transformer
 
 CONFIG = "config.json"
+EMBEDDING = "0.tokens.weight"
+HEAD = "lm_head.weight"
 
 COPIED = (
     "added_tokens.json",
@@ -93,7 +96,8 @@ def from_pretrained(
     """Create a model from a Hugging Face folder.
 
     Args:
-        folder: a folder with `config.json` and safetensors files.
+        folder: a folder with `config.json` and safetensors files.  A stored head that differs from the embedding is not
+            tied, whatever `tie_word_embeddings` in `config.json` is.
         dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).  Router biases are always
             in fp32, as in transformers.
         lazy: whether to return a model on the meta device.  In `farandole.parallelize`, each rank then reads only its
@@ -191,11 +195,25 @@ def _open(
 ) -> tuple[Pretrained, dict[str, Entry]]:
     origin = read_config(folder)
     entries = open_folder(folder)
-    config = origin.architecture.adapt(origin.config, entries)
+    config = _untied_if_different(
+        origin.architecture, origin.architecture.adapt(origin.config, entries), entries
+    )
     if config != origin.config:
         values = {**origin.values, **origin.architecture.write(config)}
         origin = replace(origin, config=config, values=values)
     return with_changes(origin, classes, changes), entries
+
+
+def _untied_if_different(architecture: Architecture, config: Any, entries: Mapping[str, Entry]) -> Any:
+    """Return `config` with an untied head if the folder contains a head that differs from the embedding."""
+    if not getattr(config, "tied", False) or HEAD not in entries:
+        return config
+    table = architecture.table(config)
+    (embedding,) = table.parts[EMBEDDING]
+    stored = {table.standard(name): entry for name, entry in entries.items()}
+    if embedding.name not in stored or have_equal_values(stored[embedding.name], stored[HEAD]):
+        return config
+    return replace(config, tied=False)
 
 
 def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
@@ -488,7 +506,8 @@ def save_pretrained(
     """Write an unsharded model to a new Hugging Face folder.
 
     Args:
-        dtype: the dtype for floating-point weights, by default the first weight's dtype.  Router biases are written in fp32.
+        dtype: the dtype for floating-point weights, by default the first weight's dtype.  Router biases are written in
+            fp32.
         file_bytes: the maximum file size in bytes.  A larger model is split into several files with an index.
 
     Raises:
