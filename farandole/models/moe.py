@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +80,11 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Selects `top` of `experts` experts for each token; subclasses implement `route`."""
+    """Selects `top` of `experts` experts for each token; subclasses implement `route`.
+
+    Buffers stay in fp32 if the model is converted to another dtype, because lower precisions round small changes to
+    zero.
+    """
 
     load: Tensor
     """The number of selections of each expert, followed by the number of dropped selections; reset by `take_loads`.
@@ -93,9 +98,18 @@ class Router(nn.Module):
     def __init__(self, width: int, experts: int, top: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, width))
-        self.register_buffer("load", torch.zeros(experts + 1), persistent=False)
+        self.register_buffer("load", torch.zeros(experts + 1, dtype=torch.float32), persistent=False)
         self.top = top
         nn.init.normal_(self.weight, std=0.02)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
+        buffers = dict(self._buffers)
+        super()._apply(fn, *args, **kwargs)
+        for name, before in buffers.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
 
     def route(self, x: Tensor) -> Routing:
         """Select `top` experts for each row of `x` (tokens, width)."""
@@ -177,7 +191,7 @@ class GroupedRouter(Router):
                 f"top <= experts / groups * top_groups, got experts={experts}, groups={groups}, "
                 f"top_groups={top_groups}, top={top}"
             )
-        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
         self.groups, self.top_groups = groups, top_groups
         self.normalized, self.scale = normalized, scale
 
@@ -236,6 +250,15 @@ class RouterLoad:
 def routers_of(model: nn.Module) -> dict[str, Router]:
     """Return a model's routers, keyed by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+def router_buffers(model: nn.Module) -> set[str]:
+    """Return the names of the buffers of a model's routers, which are stored in fp32."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, router in routers_of(model).items()
+        for name, _ in router.named_buffers()
+    }
 
 
 @torch.no_grad()

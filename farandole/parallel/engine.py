@@ -588,7 +588,8 @@ class Engine:
         Buffers that a forward pass has created or resized are not written.  This is a collective call.
 
         Args:
-            dtype: the dtype of floating-point tensors; by default the dtype of the master weights.
+            dtype: the dtype of floating-point tensors, except router biases; by default the dtype of the master
+                weights.
             file_bytes: the maximum file size in bytes; a larger model is written to several files with an index.
 
         Raises:
@@ -605,7 +606,8 @@ class Engine:
         the model was created.  No rank holds the unsharded model.
 
         Args:
-            dtype: the dtype of floating-point weights; by default the dtype of the master weights.
+            dtype: the dtype of floating-point weights, except router biases; by default the dtype of the master
+                weights.
             file_bytes: the maximum file size in bytes; a larger model is written to several files with an index.
 
         Raises:

@@ -489,6 +489,40 @@ def _save_built(rank: int, size: int, config: LlamaConfig, out: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(
+    "plan", [Plan(zero=3), Plan(pipeline=2), Plan(tensor=2)], ids=["zero", "pipeline", "tensor"]
+)
+def test_a_head_that_differs_from_the_embedding_is_not_tied(ranks: Any, tmp_path: Path, plan: Plan) -> None:
+    folder, out = small(tmp_path, tie_word_embeddings=False, num_hidden_layers=2), tmp_path / "out"
+    expected = _expected(folder, 2 // plan.pipeline // plan.tensor)[0]
+    _change(folder, tie_word_embeddings=True)
+    for losses in ranks(2).run(_train, folder, plan, out):
+        assert losses == pytest.approx(expected, rel=2e-4)
+    assert not from_pretrained(out).config.tied
+
+
+def _save_bf16(rank: int, size: int, folder: Path, plan: Plan, out: Path) -> None:
+    engine = farandole.parallelize(from_pretrained(folder, lazy=True), plan)
+    engine.save_pretrained(out / "saved", dtype=torch.bfloat16)
+    engine.export(out / "exported", dtype=torch.bfloat16)
+    engine.close()
+
+
+@pytest.mark.parametrize("plan", [Plan(zero=2, precision="bf16"), Plan(pipeline=2)], ids=["zero", "pipeline"])
+def test_router_biases_are_saved_in_fp32(ranks: Any, tmp_path: Path, plan: Plan) -> None:
+    folder = small(tmp_path, "deepseek_v3", num_hidden_layers=2, first_k_dense_replace=0)
+    ranks(2).run(_save_bf16, folder, plan, tmp_path)
+    name = "model.layers.{}.mlp.gate.e_score_correction_bias"
+    expected, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "saved"))
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for layer in range(2):
+        bias = expected[name.format(layer)]
+        for got in (saved[name.format(layer)], exported[f"{layer + 1}.feed_forward.router.bias"]):
+            assert got.dtype == torch.float32
+            assert torch.equal(got, bias)
+    assert saved["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
 # ---- damaged and unsupported folders ----
 
 

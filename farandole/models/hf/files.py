@@ -29,6 +29,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _READ_BYTES = 8 << 20
 """The number of bytes per read: large enough for full disk speed, small enough to balance the load between threads."""
 
+_COMPARED_ELEMENTS = 4 << 20
+"""The number of elements of each tensor that are in memory while tensors are compared."""
+
 _THREADS = min(4, 2 * (os.cpu_count() or 1))
 
 CODES = {
@@ -266,6 +269,22 @@ def read(reads: Iterable[Read], progress: Callable[[int], None] | None = None) -
         mapped.clear()
         for file in opened.values():
             file.close()
+
+
+def have_equal_values(a: Entry, b: Entry) -> bool:
+    """Return whether two stored tensors have equal shapes and values, which may have different dtypes."""
+    if a.shape != b.shape:
+        return False
+    rows, *others = a.shape
+    step = max(1, _COMPARED_ELEMENTS // max(1, prod(others)))
+    for start in range(0, rows, step):
+        box = ((start, min(start + step, rows)), *((0, length) for length in others))
+        sizes = [end - begin for begin, end in box]
+        first, second = (torch.empty(sizes, dtype=torch.float64, device="cpu") for _ in range(2))
+        read([Read(a, box, first), Read(b, box, second)])
+        if not torch.equal(first, second):
+            return False
+    return True
 
 
 def _without_gradients(call: Callable[..., None], *arguments: Any) -> None:

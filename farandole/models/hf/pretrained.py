@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from farandole.models.hf.files import (
     Read,
     divide,
     file_names,
+    have_equal_values,
     index_of,
     open_folder,
     read,
@@ -32,9 +33,12 @@ from farandole.models.hf.files import (
 from farandole.models.hf.mapping import Box, Part, Table, overlap, volume
 from farandole.models.hf.registry import families
 from farandole.models.meta import meta_device
+from farandole.models.moe import router_buffers
 from farandole.models.sequence import Transformer
 
 CONFIG = "config.json"
+EMBEDDING = "0.tokens.weight"
+HEAD = "lm_head.weight"
 
 COPIED = (
     "added_tokens.json",
@@ -92,8 +96,10 @@ def from_pretrained(
     """Create a model from a Hugging Face folder.
 
     Args:
-        folder: a folder with `config.json` and safetensors files.
-        dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).
+        folder: a folder with `config.json` and safetensors files.  A stored head that differs from the embedding is not
+            tied, whatever `tie_word_embeddings` in `config.json` is.
+        dtype: the dtype for floating-point weights, by default torch's default dtype (fp32).  Router biases are always
+            in fp32, as in transformers.
         lazy: whether to return a model on the meta device.  In `farandole.parallelize`, each rank then reads only its
             shards.
         classes: the number of classes of a classifier head.  Head weights that are missing from the folder, or
@@ -189,11 +195,25 @@ def _open(
 ) -> tuple[Pretrained, dict[str, Entry]]:
     origin = read_config(folder)
     entries = open_folder(folder)
-    config = origin.architecture.adapt(origin.config, entries)
+    config = _untied_if_different(
+        origin.architecture, origin.architecture.adapt(origin.config, entries), entries
+    )
     if config != origin.config:
         values = {**origin.values, **origin.architecture.write(config)}
         origin = replace(origin, config=config, values=values)
     return with_changes(origin, classes, changes), entries
+
+
+def _untied_if_different(architecture: Architecture, config: Any, entries: Mapping[str, Entry]) -> Any:
+    """Return `config` with an untied head if the folder contains a head that differs from the embedding."""
+    if not getattr(config, "tied", False) or HEAD not in entries:
+        return config
+    table = architecture.table(config)
+    (embedding,) = table.parts[EMBEDDING]
+    stored = {table.standard(name): entry for name, entry in entries.items()}
+    if embedding.name not in stored or have_equal_values(stored[embedding.name], stored[HEAD]):
+        return config
+    return replace(config, tied=False)
 
 
 def with_changes(origin: Pretrained, classes: int | None, changes: Mapping[str, Any]) -> Pretrained:
@@ -451,6 +471,19 @@ def tensors_to_write(origin: Pretrained, shapes: Mapping[str, tuple[int, ...]]) 
     ]
 
 
+def written_dtype(
+    name: str, own: torch.dtype, dtype: torch.dtype | None, kept: Collection[str]
+) -> torch.dtype:
+    """Return the dtype in which to write the model tensor `name`.
+
+    Args:
+        own: the dtype of the model tensor.
+        dtype: the dtype for floating-point weights, or None to write each tensor in its own dtype.
+        kept: the names of the tensors that are not converted.
+    """
+    return dtype if dtype and own.is_floating_point and name not in kept else own
+
+
 def write_description(origin: Pretrained, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json`, and copy tokenizer and generation files from the original folder, if any.
 
@@ -473,7 +506,8 @@ def save_pretrained(
     """Write an unsharded model to a new Hugging Face folder.
 
     Args:
-        dtype: the dtype for floating-point weights, by default the first weight's dtype.
+        dtype: the dtype for floating-point weights, by default the first weight's dtype.  Router biases are written in
+            fp32.
         file_bytes: the maximum file size in bytes.  A larger model is split into several files with an index.
 
     Raises:
@@ -481,7 +515,7 @@ def save_pretrained(
         ValueError: if the model has no Hugging Face format.
     """
     origin, path = describe(model), Path(folder).expanduser()
-    own = tensors_of(model)
+    own, routers = tensors_of(model), router_buffers(model)
     partial = path.with_name(path.name + ".partial")
     if path.exists():
         raise FolderError(f"{path} exists: expected a new folder; choose another name")
@@ -489,7 +523,10 @@ def save_pretrained(
     written = {
         each.name: each for each in tensors_to_write(origin, {n: tuple(t.shape) for n, t in own.items()})
     }
-    kinds = {name: (_type(own[each.ours], dtype), each.shape) for name, each in written.items()}
+    kinds = {
+        name: (written_dtype(each.ours, own[each.ours].dtype, dtype, routers), each.shape)
+        for name, each in written.items()
+    }
 
     def values(names: Sequence[str]) -> dict[str, Tensor]:
         found = {}
@@ -516,7 +553,3 @@ def save_pretrained(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise FolderError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
-
-
-def _type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.dtype.is_floating_point else tensor.dtype

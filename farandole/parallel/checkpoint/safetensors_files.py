@@ -40,7 +40,14 @@ from farandole.models.hf.files import (
     write_file,
 )
 from farandole.models.hf.mapping import Part
-from farandole.models.hf.pretrained import Written, describe, tensors_to_write, write_description
+from farandole.models.hf.pretrained import (
+    Written,
+    describe,
+    tensors_to_write,
+    write_description,
+    written_dtype,
+)
+from farandole.models.moe import router_buffers
 from farandole.parallel.checkpoint.errors import CheckpointError
 from farandole.parallel.checkpoint.folder import fail_on_all, partial_folder, prepare
 from farandole.parallel.checkpoint.ranges import Range, TensorBoxes
@@ -121,10 +128,11 @@ def _write(
     from farandole.parallel.checkpoint.storage import write_state
 
     comm, temporary = engine.comm, partial_folder(folder)
-    # the scalings of all stages
-    scalings = dict(
-        pair for each in comm.all_gather_object(lora_scalings(engine.model)) for pair in each.items()
-    )
+    scalings: dict[str, float] = {}
+    routers: set[str] = set()
+    for stage in comm.all_gather_object((lora_scalings(engine.model), router_buffers(engine.model))):
+        scalings |= stage[0]
+        routers |= stage[1]
     with fail_on_all(comm, folder):
         if comm.rank == 0:
             prepare(folder)
@@ -135,7 +143,10 @@ def _write(
             saved = _saved(temporary / _STATE, engine.layouts)
             written = {each.name: each for each in tensors(saved)}
             kinds = {
-                name: (_type(saved[each.ours].properties.dtype, dtype), each.shape)
+                name: (
+                    written_dtype(each.ours, saved[each.ours].properties.dtype, dtype, routers),
+                    each.shape,
+                )
                 for name, each in written.items()
             }
             sizes = {name: prod(shape) * kind.itemsize for name, (kind, shape) in kinds.items()}
@@ -161,10 +172,6 @@ def _write(
 
 def _same(name: str, entry: TensorStorageMetadata) -> Written:
     return Written(name, name, Part(name), tuple(entry.size))
-
-
-def _type(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype and saved.is_floating_point else saved
 
 
 def _saved(state: Path, names: Iterable[str]) -> _Entries:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from farandole.models.deepseek import DeepSeekConfig, build_deepseek
 from farandole.models.generate import generate
-from farandole.models.hf import describe, from_pretrained, save_pretrained
+from farandole.models.hf import describe, files, from_pretrained, save_pretrained
 from farandole.models.llama import LlamaConfig, build_llama
 from farandole.models.mixtral import MixtralConfig, build_mixtral
-from farandole.models.moe import GroupedRouter, take_loads
+from farandole.models.moe import GroupedRouter, routers_of, take_loads
 from farandole.models.rotary import Rotary
 from farandole.models.sequence import KeyValueCache, SequenceInfo
 from farandole.models.t5 import shift_right
@@ -319,3 +322,76 @@ def test_router_bias_balances_the_experts(steps: int) -> None:
         after = take_loads(router)[""].imbalance
     assert before > 2.5
     assert after < 1.4
+
+
+def test_router_bias_stays_in_fp32(tmp_path: Path) -> None:
+    theirs = reference("deepseek_v3", 1)
+    source = folder_of(theirs, tmp_path / "a")
+    same = type(theirs).from_pretrained(source, dtype=torch.bfloat16)
+    biases = [b for name, b in same.named_buffers() if name.endswith("e_score_correction_bias")]
+    save_pretrained(from_pretrained(source), tmp_path / "b", dtype=torch.bfloat16)
+    cast = from_pretrained(source).to(torch.bfloat16)
+    for ours in (from_pretrained(source, dtype=torch.bfloat16), from_pretrained(tmp_path / "b"), cast):
+        routers = routers_of(ours).values()
+        assert len(routers) == len(biases) > 0
+        for router, bias in zip(routers, biases, strict=True):
+            assert router.load.dtype == bias.dtype == torch.float32
+            assert torch.equal(router.bias, bias)
+    assert cast[0].tokens.weight.dtype == torch.bfloat16
+
+
+def test_router_bias_balances_the_experts_of_a_bf16_model() -> None:
+    router = GroupedRouter(8, experts=8, top=2).bfloat16()
+    router.bias += 6.5
+    for _ in range(300):
+        router(torch.ones(1, 8, dtype=torch.bfloat16))
+    assert router.load.sum() == 600
+    take_loads(router)
+    assert float((router.bias - 6.5).abs().max()) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("with_prefix", [False, True])
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
+    family: str, with_prefix: bool, tmp_path: Path
+) -> None:
+    theirs = reference(family, 1, tie_word_embeddings=False)
+    folder = folder_of(theirs, tmp_path / "a")
+    _declare_tied(folder)
+    if not with_prefix:
+        file = folder / "model.safetensors"
+        tensors = {
+            name.removeprefix(f"{theirs.base_model_prefix}."): t for name, t in load_file(file).items()
+        }
+        save_file(tensors, file, {"format": "pt"})
+    tokens = tokens_for(theirs, 1, 8)
+    expected = theirs(tokens).logits
+    same = partial(type(theirs).from_pretrained, experts_implementation="eager")
+    close(same(folder)(tokens).logits, expected)
+    ours = from_pretrained(folder).eval()
+    close(ours(tokens), expected)
+    save_pretrained(ours, tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["tie_word_embeddings"] is False
+    close(same(tmp_path / "b")(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_stored_head_that_equals_the_embedding_is_tied(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_COMPARED_ELEMENTS", 1000)
+    folder = folder_of(reference("llama", 1, tie_word_embeddings=False), tmp_path / "a")
+    _declare_tied(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].to(dtype, copy=True)
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+    assert from_pretrained(folder).config.tied
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+    assert not from_pretrained(folder).config.tied
+
+
+def _declare_tied(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
