@@ -191,6 +191,18 @@ def test_t5(seed: int, tmp_path: Path) -> None:
     compare_gradients(ours, theirs, tmp_path / "b")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_t5_source_of_only_padding_gives_finite_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = reference("t5", 0)
+    ours = from_pretrained(folder_of(theirs, tmp_path), dtype=dtype)
+    source, labels = tokens_for(theirs, 2, 9), tokens_for(theirs, 2, 5)
+    source[1] = 0
+    total, _ = ours((source, shift_right(labels, 0)), None, labels)
+    total.backward()
+    assert total.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_folder_loads_in_transformers_with_equal_tensors(family: str, tmp_path: Path) -> None:
     theirs = reference(family, 2)
