@@ -116,6 +116,7 @@ def test_the_embedding_of_the_padding_token_has_no_gradient(family: str, tied: b
         ("bert", {"tie_word_embeddings": False}, "only BERT models whose head is tied"),
         ("llama", {"pad_token_id": 999}, "expected padding to be a token from 0 to"),
         ("qwen2", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "use_sliding_window=False"),
+        ("deepseek_v3", {"head_dim": 4}, r"head_dim=4, which is not supported \(supported: 8\)"),
         ("gpt2", {"activation_function": "gelu_nwe"}, "gelu_nwe.*nearest: gelu_new"),
         (
             "bert-classifier",
