@@ -258,6 +258,19 @@ def test_cached_decoding_equals_the_full_forward_pass(family: str, seed: int, tm
         given.append(token)
 
 
+@pytest.mark.parametrize("scale", [0.8, 1.5])
+def test_attention_scale_of_deepseek_requires_yarn(scale: float, tmp_path: Path) -> None:
+    theirs = reference("deepseek_v3", 0, **with_rope("deepseek_v3", "yarn"))
+    config = from_pretrained(folder_of(theirs, tmp_path / "a")).config
+    save_pretrained(build_deepseek(replace(config, attention_scale=scale)), tmp_path / "b")
+    assert from_pretrained(tmp_path / "b").config.attention_scale == pytest.approx(scale)
+    for rotary in (Rotary(8), replace(config.rotary, factor=1.0)):
+        with pytest.raises(ValueError, match=f"expected attention_scale=1 .* got attention_scale={scale}"):
+            replace(config, attention_scale=scale, rotary=rotary)
+    with pytest.raises(ValueError, match="expected attention_scale above 0, got -1"):
+        replace(config, attention_scale=-1.0)
+
+
 def test_further_tokens_of_deepseek() -> None:
     """Compare the loss of multi-token prediction with the formula of the report, layer by layer."""
     torch.manual_seed(0)
