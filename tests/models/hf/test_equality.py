@@ -174,6 +174,25 @@ def test_vit(seed: int, tmp_path: Path) -> None:
     compare_loss(ours, theirs, (images, None, labels), logits, tmp_path / "b")
 
 
+@pytest.mark.parametrize("labels", [[-100, 1, -1], [-100, -100, -100]])
+@pytest.mark.parametrize("family", ["bert-classifier", "vit"])
+def test_classifiers_ignore_negative_targets(family: str, labels: list[int], tmp_path: Path) -> None:
+    theirs = reference(family, 0, num_labels=3)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    size = theirs.config.image_size if family == "vit" else 0
+    inputs = torch.randn(3, theirs.config.num_channels, size, size) if size else tokens_for(theirs, 3, 13)
+    targets = torch.tensor(labels)
+    logits = theirs(inputs).logits
+    compare_loss(ours, theirs, (inputs, None, targets.where(targets >= 0, -100)), logits, tmp_path / "b")
+    total, count = ours(inputs, None, targets)
+    with torch.no_grad():
+        again, same = ours(inputs, None, targets)
+    assert count == same == sum(label >= 0 for label in labels)
+    torch.testing.assert_close(again, total.detach())
+    with pytest.raises(IndexError, match=r"expected targets below 3 \(the number of classes\), got 3"):
+        ours(inputs, None, targets.abs().clamp(max=3))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_t5(seed: int, tmp_path: Path) -> None:
     theirs = reference("t5", seed)
