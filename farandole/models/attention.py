@@ -111,7 +111,7 @@ def masked_attention(
     dropout: float = 0.0,
     heads: ShardedDropout | None = None,
 ) -> Tensor:
-    """Return the attention output over the positions where `mask` is true.
+    """Return the attention output over the positions where `mask` is true; 0 for a query with no such position.
 
     `causal` applies only if `mask` is None.  If `mask` is None and `causal` is false, all positions are visible.
     """
@@ -124,7 +124,12 @@ def masked_attention(
     if (on_cpu and half and short and torch.is_grad_enabled()) or (heads is not None and dropout):
         if groups > 1 and not on_cpu:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return _by_products(query, key, value, _added(query, mask, causal, bias), scale, dropout, heads)
+        if mask is None:
+            return _by_products(query, key, value, _added(query, mask, causal, bias), scale, dropout, heads)
+        # softmax of only -inf is NaN, so a fully masked row attends to all keys, and its output is set to 0
+        fully_masked = ~mask.any(-1, keepdim=True)
+        added = _added(query, mask | fully_masked, causal, bias)
+        return _by_products(query, key, value, added, scale, dropout, heads).masked_fill(fully_masked, 0)
     if bias is not None:
         mask, causal = _added(query, mask, causal, bias), False
     elif mask is not None:

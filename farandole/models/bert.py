@@ -35,7 +35,7 @@ from farandole.models.layers import (
     check_padding,
     position_embeddings,
 )
-from farandole.models.loss import token_loss
+from farandole.models.loss import class_loss
 from farandole.models.meta import meta_device
 from farandole.models.sequence import SequenceInfo, Transformer
 from farandole.models.vocabulary import WHOLE, Vocabulary
@@ -204,7 +204,7 @@ class ClassifierHead(nn.Module):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits (batch, classes), or the summed loss and the number of targets if `targets` is given."""
         logits = self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
-        return logits if targets is None else token_loss(logits, targets)
+        return logits if targets is None else class_loss(logits, targets)
 
 
 class BERT(Transformer):

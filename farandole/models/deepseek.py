@@ -48,11 +48,15 @@ class DeepSeekConfig:
         experts, top, groups, top_groups, normalized, route_scale: the options of `moe.GroupedRouter`.
         shared: the number of shared experts, which form one network of width `shared` * `expert_inner`.
         expert_inner: the width of an expert.
-        attention_scale: a factor applied to the attention scores in addition to 1 / sqrt(head width).
+        attention_scale: a positive factor applied to the attention scores in addition to 1 / sqrt(head width).  A
+            factor other than 1 requires rotary positions with `yarn` scaling and `factor` > 1.
         predicted: the number of modules that predict additional tokens.
         predicted_weight: the factor applied to the mean of the modules' losses.
         balance: the settings for balancing the load of the experts.
         padding: the token whose embedding receives no gradient, as in `nn.Embedding`.
+
+    Raises:
+        ValueError: if the padding token is not in the vocabulary, or `attention_scale` is not supported.
     """
 
     vocabulary: int
@@ -87,6 +91,15 @@ class DeepSeekConfig:
 
     def __post_init__(self) -> None:
         check_padding(self.padding, self.vocabulary)
+        if self.attention_scale <= 0:
+            raise ValueError(f"expected attention_scale above 0, got {self.attention_scale}")
+        # Hugging Face configurations store the factor as a field of YaRN
+        if self.attention_scale != 1 and not (self.rotary.scaling == "yarn" and self.rotary.factor > 1):
+            raise ValueError(
+                "expected attention_scale=1 without rotary scaling='yarn' and factor > 1, "
+                f"got attention_scale={self.attention_scale}, scaling={self.rotary.scaling!r} and "
+                f"factor={self.rotary.factor}; set attention_scale=1"
+            )
 
 
 class LatentAttention(nn.Module):

@@ -327,7 +327,7 @@ def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo 
     """Return the position embeddings (positions, width) or (batch, positions, width) for `tokens`.
 
     Raises:
-        ValueError: if there are more positions than embeddings.
+        ValueError: if there are more positions than embeddings, in a sequence or (on the CPU) in a packed document.
     """
     count = tokens.shape[1]
     start = info.cache.length if info is not None and info.cache is not None else 0
@@ -335,7 +335,12 @@ def position_embeddings(table: nn.Embedding, tokens: Tensor, info: SequenceInfo 
         check_context(start + count, table.num_embeddings)
         if info is None or start == 0:
             return table.weight[:count]
-    embedded: Tensor = table(info.positions_of(count, tokens.device))
+    positions = info.positions_of(count, tokens.device)
+    try:
+        embedded: Tensor = table(positions)
+    except IndexError:  # torch does not name the position
+        check_context(int(positions.max()) + 1, table.num_embeddings)
+        raise
     return embedded
 
 

@@ -97,6 +97,33 @@ def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(flat.float(), targets.reshape(-1), reduction="sum"), count
 
 
+def class_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Return a classifier's summed cross-entropy in nats (an fp32 scalar) and the number of targets.
+
+    Args:
+        logits: (batch, classes).
+        targets: int64 of shape (batch).  Negative targets are ignored.
+
+    Raises:
+        IndexError: if a target is not a class.
+    """
+    return token_loss(*_with_targets(logits, targets.reshape(-1), logits.shape[1]))
+
+
+def _with_targets(rows: Tensor, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the rows whose target is not negative, and their targets, which must be below `size`."""
+    if isinstance(targets, FakeTensor):  # targets have no values in a dry run, so all targets count
+        return rows, targets
+    chosen = (targets >= 0).nonzero()[:, 0]
+    if len(chosen) < len(targets):
+        rows, targets = rows.index_select(0, chosen), targets.index_select(0, chosen)
+    if len(targets) and (most := int(targets.max())) >= size:
+        raise IndexError(
+            f"expected targets below {size} (the number of classes), got {most}; negative targets are ignored"
+        )
+    return rows, targets
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
     """This process's shard of a vocabulary.
@@ -298,16 +325,8 @@ def head_loss(
             f"hidden states {tuple(hidden.shape)} do not match targets {tuple(targets.shape)}: expected (..., width) "
             f"and (...)"
         )
-    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if not isinstance(targets, FakeTensor):  # targets have no values in a dry run, so all targets count
-        rows = (targets >= 0).nonzero()[:, 0]
-        if len(rows) < len(targets):
-            hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-        size = len(weight) if shard is None else shard.size
-        if len(targets) and (most := int(targets.max())) >= size:
-            raise IndexError(
-                f"expected targets below {size} (the size of the vocabulary), got {most}; negative targets are ignored"
-            )
+    size = len(weight) if shard is None else shard.size
+    hidden, targets = _with_targets(hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), size)
     if before is not None:
         hidden = before(hidden)
     weight = weight.to(hidden.dtype)

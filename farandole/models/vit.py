@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.models.layers import FeedForward, SelfAttention, TransformerBlock, initialize
-from farandole.models.loss import token_loss
+from farandole.models.loss import class_loss
 from farandole.models.sequence import SequenceInfo, Transformer
 
 
@@ -84,7 +84,7 @@ class ImageHead(nn.Module):
     def forward(self, x: Tensor, info: SequenceInfo | None = None, targets: Tensor | None = None) -> Any:
         """Return the logits (batch, classes), or the summed loss and the number of targets if `targets` is given."""
         logits = self.classifier(self.norm(x[:, 0]))
-        return logits if targets is None else token_loss(logits, targets)
+        return logits if targets is None else class_loss(logits, targets)
 
 
 def vit(config: ViTConfig) -> Transformer:

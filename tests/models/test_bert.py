@@ -18,7 +18,7 @@ from farandole.comm.communicator import Communicator
 from farandole.data.masking import MaskedBatches, Masking
 from farandole.data.sampler import Sampler
 from farandole.data.text import Windows
-from farandole.models.attention import attention
+from farandole.models.attention import attention, masked_attention
 from farandole.models.bert import (
     EPSILON,
     BERTBlock,
@@ -250,6 +250,23 @@ def test_attention_with_explicit_products(dtype: torch.dtype, padding: bool) -> 
         assert got.grad is not None and expected.grad is not None
         torch.testing.assert_close(got.grad.double(), expected.grad, atol=0.1, rtol=0.1)
     assert not torch.allclose(attention(*qkv), ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_queries_without_visible_keys_have_zero_output_and_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = [torch.randn(2, 3, size, 8, dtype=dtype) for size in (5, 7, 7)]
+    mask = torch.rand(2, 1, 5, 7) < 0.5
+    mask[0] = mask[1, 0, 2] = False
+    visible = mask.any(-1, keepdim=True)
+    results = []
+    for some in (mask, mask | ~visible):
+        inputs = [t.clone().requires_grad_() for t in qkv]
+        output = masked_attention(*inputs, some, False, 0.5)
+        results.append((output, torch.autograd.grad((output * visible).sum(), inputs)))
+    (output, gradients), (expected, expected_gradients) = results
+    torch.testing.assert_close(output, expected * visible, rtol=0, atol=0)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=0)
 
 
 def test_attention_dropout_keeps_the_mean() -> None:

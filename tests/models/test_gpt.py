@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from farandole.models.generate import generate
 from farandole.models.gpt import GPTConfig, build_gpt
 from farandole.models.layers import TransformerBlock
 from farandole.models.loss import next_token_loss
+from farandole.models.sequence import SequenceInfo
 
 SMALL = GPTConfig(vocabulary=97, context=16, layers=2, heads=2, width=8)
 
@@ -43,6 +45,19 @@ def test_attention_is_causal() -> None:
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_documents_longer_than_the_context_are_refused() -> None:
+    model = build_gpt(replace(SMALL, positions="learned"))
+    tokens = torch.zeros(2, 20, dtype=torch.int64)
+    documents = torch.zeros_like(tokens)
+    documents[:, 16:] = 1
+    assert model(tokens, SequenceInfo(documents=documents)).shape == (2, 20, 97)
+    documents[1, 16] = 0
+    with pytest.raises(ValueError, match=r"expected at most 16 positions \(the model's context\), got 17"):
+        model(tokens, SequenceInfo(documents=documents))
+    with pytest.raises(ValueError, match=r"expected at most 16 positions \(the model's context\), got 41"):
+        model(tokens, SequenceInfo(positions=2 * torch.arange(1, 21)))
 
 
 def test_head_is_tied_to_the_embedding() -> None:

@@ -491,11 +491,10 @@ def _read_deepseek(fields: Fields) -> DeepSeekConfig:
     fields.one_of("topk_method", "noaux_tc")
     fields.one_of("moe_layer_freq", 1)
     fields.one_of("ep_size", 1)
-    fields.skip(
-        "qk_head_dim", "head_dim", "aux_loss_alpha", "seq_aux", "num_key_value_heads", "num_experts_per_tok"
-    )
+    fields.skip("qk_head_dim", "aux_loss_alpha", "seq_aux", "num_key_value_heads", "num_experts_per_tok")
     fields.skip("router_aux_loss_coef")
     rope_width = fields.size("qk_rope_head_dim")
+    fields.one_of("head_dim", rope_width)
     rotary = read_rotary(fields, rope_width, interleaved=fields.take("rope_interleave", True, kind=bool))
     rope = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
     scale = yarn_magnitude(rotary.factor, rope.get("mscale_all_dim") or 0.0) ** 2 if rotary.scaling else 1.0

@@ -232,7 +232,7 @@ FAMILIES.append(
 
 def _read_t5(fields: Fields) -> T5Config:
     fields.one_of("is_encoder_decoder", True)
-    fields.skip("is_decoder", "n_positions", "dense_act_fn", "is_gated_act", "scale_decoder_outputs")
+    fields.skip("is_decoder", "n_positions", "scale_decoder_outputs")
     layers = fields.size("num_layers")
     kind = fields.one_of(
         "feed_forward_proj", "relu", *ACTIVATIONS, *(f"gated-{name}" for name in ACTIVATIONS)
@@ -251,8 +251,9 @@ def _read_t5(fields: Fields) -> T5Config:
         inner=fields.size("d_ff"),
         buckets=fields.size("relative_attention_num_buckets", 32),
         max_distance=fields.size("relative_attention_max_distance", 128),
-        activation=activation,
-        gated=kind.startswith("gated-"),
+        # as in transformers, these two fields override `feed_forward_proj`
+        activation=fields.one_of("dense_act_fn", activation, *ACTIVATIONS),
+        gated=fields.take("is_gated_act", kind.startswith("gated-"), kind=bool),
         dropout=fields.probability("dropout_rate", 0.1),
         epsilon=fields.positive("layer_norm_epsilon", 1e-6),
         padding=fields.take("pad_token_id", None, kind=int),
@@ -275,6 +276,8 @@ def _write_t5(config: T5Config) -> dict[str, Any]:
         "relative_attention_num_buckets": config.buckets,
         "relative_attention_max_distance": config.max_distance,
         "feed_forward_proj": gated if config.gated else config.activation,
+        "dense_act_fn": config.activation,
+        "is_gated_act": config.gated,
         "dropout_rate": config.dropout,
         "layer_norm_epsilon": config.epsilon,
         "pad_token_id": config.padding,
@@ -343,7 +346,6 @@ FAMILIES.append(
         _write_t5,
         t5,
         _t5_table,
-        lambda config: not (config.gated and config.activation == "gelu"),
         adapt=_t5_head,
         defaults={"pad_token_id": 0},
     )

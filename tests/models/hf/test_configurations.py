@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.models.hf import FolderError, from_pretrained
+from farandole.models.hf import FolderError, from_pretrained, save_pretrained
 from farandole.models.hf.fields import INACTIVE
 from farandole.models.hf.pretrained import read_config
 from farandole.models.layers import ACTIVATIONS
@@ -79,6 +79,24 @@ def test_activations_of_t5(kind: str, tmp_path: Path) -> None:
     close(ours((source, target)), theirs(input_ids=source, decoder_input_ids=target).logits)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"dense_act_fn": "gelu"}, {"dense_act_fn": "silu", "is_gated_act": False}, {"is_gated_act": True}],
+)
+@pytest.mark.parametrize("kind", ["relu", "gated-gelu"])
+def test_fields_that_override_feed_forward_proj_of_t5(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = reference("t5", 0, feed_forward_proj=kind, **changes)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    del ours.pretrained  # write the configuration from scratch
+    save_pretrained(ours, tmp_path / "b")
+    again = type(theirs).from_pretrained(tmp_path / "b").eval()
+    source, target = (tokens_for(theirs, 2, 9, seed=seed) for seed in range(2))
+    for model in (theirs, again):
+        close(ours((source, target)), model(input_ids=source, decoder_input_ids=target).logits)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ROTARY)
 def test_the_embedding_of_the_padding_token_has_no_gradient(family: str, tied: bool, tmp_path: Path) -> None:
@@ -98,6 +116,7 @@ def test_the_embedding_of_the_padding_token_has_no_gradient(family: str, tied: b
         ("bert", {"tie_word_embeddings": False}, "only BERT models whose head is tied"),
         ("llama", {"pad_token_id": 999}, "expected padding to be a token from 0 to"),
         ("qwen2", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}, "use_sliding_window=False"),
+        ("deepseek_v3", {"head_dim": 4}, r"head_dim=4, which is not supported \(supported: 8\)"),
         ("gpt2", {"activation_function": "gelu_nwe"}, "gelu_nwe.*nearest: gelu_new"),
         (
             "bert-classifier",
@@ -107,6 +126,7 @@ def test_the_embedding_of_the_padding_token_has_no_gradient(family: str, tied: b
         ("bert-classifier", {"classifier_dropout": 0.5}, "classifier_dropout=0.5: expected equal values"),
         ("vit", {"problem_type": "multi_label_classification"}, "problem_type='multi_label"),
         ("t5", {"feed_forward_proj": "gated-gleu"}, "nearest: gated-gelu"),
+        ("t5", {"dense_act_fn": "gleu"}, "dense_act_fn='gleu'.*nearest: gelu"),
     ],
 )
 def test_invalid_fields_are_refused(family: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:

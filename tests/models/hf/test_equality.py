@@ -177,6 +177,25 @@ def test_vit(seed: int, tmp_path: Path) -> None:
     compare_loss(ours, theirs, (images, None, labels), logits, tmp_path / "b")
 
 
+@pytest.mark.parametrize("labels", [[-100, 1, -1], [-100, -100, -100]])
+@pytest.mark.parametrize("family", ["bert-classifier", "vit"])
+def test_classifiers_ignore_negative_targets(family: str, labels: list[int], tmp_path: Path) -> None:
+    theirs = reference(family, 0, num_labels=3)
+    ours = from_pretrained(folder_of(theirs, tmp_path / "a")).eval()
+    size = theirs.config.image_size if family == "vit" else 0
+    inputs = torch.randn(3, theirs.config.num_channels, size, size) if size else tokens_for(theirs, 3, 13)
+    targets = torch.tensor(labels)
+    logits = theirs(inputs).logits
+    compare_loss(ours, theirs, (inputs, None, targets.where(targets >= 0, -100)), logits, tmp_path / "b")
+    total, count = ours(inputs, None, targets)
+    with torch.no_grad():
+        again, same = ours(inputs, None, targets)
+    assert count == same == sum(label >= 0 for label in labels)
+    torch.testing.assert_close(again, total.detach())
+    with pytest.raises(IndexError, match=r"expected targets below 3 \(the number of classes\), got 3"):
+        ours(inputs, None, targets.abs().clamp(max=3))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_t5(seed: int, tmp_path: Path) -> None:
     theirs = reference("t5", seed)
@@ -192,6 +211,18 @@ def test_t5(seed: int, tmp_path: Path) -> None:
     output.loss.backward()
     (total / count).backward()
     compare_gradients(ours, theirs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_t5_source_of_only_padding_gives_finite_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = reference("t5", 0)
+    ours = from_pretrained(folder_of(theirs, tmp_path), dtype=dtype)
+    source, labels = tokens_for(theirs, 2, 9), tokens_for(theirs, 2, 5)
+    source[1] = 0
+    total, _ = ours((source, shift_right(labels, 0)), None, labels)
+    total.backward()
+    assert total.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -247,6 +278,19 @@ def test_cached_decoding_equals_the_full_forward_pass(family: str, seed: int, tm
     for token in written:
         assert token == int(ours(torch.tensor([given]))[0, -1].argmax())
         given.append(token)
+
+
+@pytest.mark.parametrize("scale", [0.8, 1.5])
+def test_attention_scale_of_deepseek_requires_yarn(scale: float, tmp_path: Path) -> None:
+    theirs = reference("deepseek_v3", 0, **with_rope("deepseek_v3", "yarn"))
+    config = from_pretrained(folder_of(theirs, tmp_path / "a")).config
+    save_pretrained(build_deepseek(replace(config, attention_scale=scale)), tmp_path / "b")
+    assert from_pretrained(tmp_path / "b").config.attention_scale == pytest.approx(scale)
+    for rotary in (Rotary(8), replace(config.rotary, factor=1.0)):
+        with pytest.raises(ValueError, match=f"expected attention_scale=1 .* got attention_scale={scale}"):
+            replace(config, attention_scale=scale, rotary=rotary)
+    with pytest.raises(ValueError, match="expected attention_scale above 0, got -1"):
+        replace(config, attention_scale=-1.0)
 
 
 def test_further_tokens_of_deepseek() -> None:
