@@ -81,12 +81,13 @@ class Grammars:
         """Return the matcher of a new sequence.
 
         Raises:
-            RequestError: if the grammar is invalid or not supported, or accepts no text.
+            RequestError: if the grammar is invalid or not supported, or accepts no text, or if llguidance does not
+                support the tokenizer.
         """
         with self._lock:
-            if self._tokens is None:
-                self._load()
             name, grammar = _grammar_of(sampling)
+            if self._tokens is None:
+                self._load(name)
             core = self._compiled.get(grammar)
         if core is None:  # compile without the lock, so that the engine's thread does not wait
             core = _on_large_stack(lambda: self._compile(name, grammar))
@@ -113,15 +114,21 @@ class Grammars:
             )
         return core
 
-    def _load(self) -> None:
-        """Load llguidance and the tables of the vocabulary."""
+    def _load(self, name: str) -> None:
+        """Load the tables of the vocabulary for a request with the field `name`."""
         # only for the first constrained request, because building the tables of a large vocabulary takes about 1 s
-        with optional_import():
-            import llguidance
+        import llguidance
+
         text = self._tokenizer.to_str()
+        try:
+            tokens = llguidance.LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._ends)
+        except ValueError as error:
+            raise RequestError(
+                name, f"constraints do not support this model's tokenizer ({error}); omit {name}"
+            ) from None
         self._new = llguidance.LLMatcher
-        self._tokens = llguidance.LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._ends)
         self._executor = llguidance.LLExecutor(num_threads=torch.get_num_threads())
+        self._tokens = tokens
 
     def mask(self, logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
         """For each row in `rows`, set logits to -inf for the tokens that the row's matcher does not permit."""
@@ -158,7 +165,8 @@ def _grammar_of(sampling: Sampling) -> tuple[str, str]:
 
 
 def _converted(sampling: Sampling) -> str:
-    from llguidance import LLMatcher
+    with optional_import():
+        from llguidance import LLMatcher
 
     grammar: str
     if sampling.regex is not None:

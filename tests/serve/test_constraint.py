@@ -13,6 +13,8 @@ import jsonschema
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from farandole.data.tokenizer import train_tokenizer
 from farandole.serve.constraint import Grammars
@@ -157,6 +159,14 @@ def test_the_size_of_a_stack_is_changed_for_one_thread(llm: LLM) -> None:
     before = threading.stack_size()
     llm.engine.check([5], Sampling(regex="on one stack"))
     assert threading.stack_size() == before
+
+
+def test_a_tokenizer_that_llguidance_does_not_support() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="b"))
+    grammars = Grammars(tokenizer, 3, [2])
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"^regex: .* this model's tokenizer \(.*decoder.*\); omit regex"):
+            grammars.matcher(Sampling(regex="a"))
 
 
 @pytest.mark.parametrize("constraint", [{"regex": ""}, {"grammar": 'start: ""'}])
