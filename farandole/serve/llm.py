@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,8 @@ class LLM:
             sampling: the sampling parameters; alternatively, pass the fields of `Sampling` as keyword arguments.
 
         Raises:
-            RequestError: if a prompt is too long or a parameter is out of range.  In this case, no text is generated.
+            RequestError: if `prompts` is one prompt instead of a list, a prompt is too long, or a parameter is out of
+                range.  In this case, no text is generated.
             TypeError: if both `sampling` and its fields are given.
             RanksFailed: if a rank fails; the message names the rank.  A new LLM must then be created.
         """
@@ -252,6 +254,8 @@ class LLM:
         progress: Callable[[Sequence[Output]], None] | None,
     ) -> Iterator[Generation]:
         """Yield the results of `stream`, on rank 0."""
+        if isinstance(prompts, str) or any(isinstance(prompt, Integral) for prompt in prompts):
+            raise RequestError("prompts", f"expected a list of prompts, got {prompts!r:.100}; write [prompt]")
         encoded = []
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             encoded.append(self.encode(prompt))

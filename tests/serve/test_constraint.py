@@ -165,7 +165,9 @@ def test_a_tokenizer_that_llguidance_does_not_support() -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="b"))
     grammars = Grammars(tokenizer, 3, [2])
     for _ in range(2):
-        with pytest.raises(RequestError, match=r"^regex: .* this model's tokenizer \(.*decoder.*\); omit regex"):
+        with pytest.raises(
+            RequestError, match=r"^regex: .* this model's tokenizer \(.*decoder.*\); omit regex"
+        ):
             grammars.matcher(Sampling(regex="a"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -97,6 +98,15 @@ def test_a_continuation_keeps_the_space_at_its_start(tmp_path: Path) -> None:
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     generate_file(llm, prompts, out, Sampling())
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [" b b b", "b b b"]
+
+
+@pytest.mark.parametrize("prompt", ["hello", [1, 2, 3]])
+def test_one_prompt_is_no_list_of_prompts(folder: Path, prompt: Any) -> None:
+    llm = farandole.LLM(folder)
+    with pytest.raises(RequestError, match=r"^prompts: expected a list of prompts, got .*; write \[prompt\]"):
+        llm.generate(prompt)
+    assert not llm.engine.has_work
+    assert len(llm.generate([prompt], max_tokens=1)) == 1
 
 
 def test_folders_that_cannot_be_served_are_named(folder: Path, tmp_path: Path) -> None:
