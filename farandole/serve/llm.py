@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -157,11 +158,18 @@ class LLM:
         self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt."""
+        """Return the tokens of a prompt.
+
+        Raises:
+            RequestError: if the prompt is not text or a sequence of integers.
+        """
         if isinstance(prompt, str):
             tokens: list[int] = self.tokenizer.encode(prompt).ids
             return tokens
-        return list(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError("prompt", f"expected text or a list of tokens, got {prompt!r:.100}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next message.
@@ -258,8 +266,8 @@ class LLM:
             raise RequestError("prompts", f"expected a list of prompts, got {prompts!r:.100}; write [prompt]")
         encoded = []
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            encoded.append(self.encode(prompt))
             try:
+                encoded.append(self.encode(prompt))
                 self.engine.check(encoded[-1], own)
             except RequestError as error:
                 raise RequestError(
