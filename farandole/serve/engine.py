@@ -136,6 +136,9 @@ class GenerationEngine:
     ) -> None:
         if store not in STORES:
             raise RequestError("store", f"expected one of {', '.join(STORES)}, got {store!r}")
+        for name, value in (("max_running", max_running), ("max_waiting", max_waiting)):
+            if value < 1:
+                raise RequestError(name, f"expected at least 1 sequence, got {value}")
         if token_budget < max_running:
             raise RequestError(
                 "token_budget", f"expected at least max_running={max_running}, got {token_budget}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +158,18 @@ class LLM:
         self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt."""
+        """Return the tokens of a prompt.
+
+        Raises:
+            RequestError: if the prompt is not text or a sequence of integers.
+        """
         if isinstance(prompt, str):
             tokens: list[int] = self.tokenizer.encode(prompt).ids
             return tokens
-        return list(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError("prompt", f"expected text or a list of tokens, got {prompt!r:.100}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a conversation, up to the start of the assistant's next message.
@@ -189,7 +198,8 @@ class LLM:
             sampling: the sampling parameters; alternatively, pass the fields of `Sampling` as keyword arguments.
 
         Raises:
-            RequestError: if a prompt is too long or a parameter is out of range.  In this case, no text is generated.
+            RequestError: if `prompts` is one prompt instead of a list, a prompt is too long, or a parameter is out of
+                range.  In this case, no text is generated.
             TypeError: if both `sampling` and its fields are given.
             RanksFailed: if a rank fails; the message names the rank.  A new LLM must then be created.
         """
@@ -252,10 +262,12 @@ class LLM:
         progress: Callable[[Sequence[Output]], None] | None,
     ) -> Iterator[Generation]:
         """Yield the results of `stream`, on rank 0."""
+        if isinstance(prompts, str) or any(isinstance(prompt, Integral) for prompt in prompts):
+            raise RequestError("prompts", f"expected a list of prompts, got {prompts!r:.100}; write [prompt]")
         encoded = []
         for number, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            encoded.append(self.encode(prompt))
             try:
+                encoded.append(self.encode(prompt))
                 self.engine.check(encoded[-1], own)
             except RequestError as error:
                 raise RequestError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 MAX_LOGPROBS = 20
@@ -22,6 +23,10 @@ class RequestError(ValueError):
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, str]]:
         return RequestError, (self.field, self._message)
+
+
+def _all(kind: type, values: Iterable[object]) -> bool:
+    return all(isinstance(value, kind) for value in values)
 
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
@@ -137,7 +142,20 @@ class Sampling:
             raise RequestError("stop", f"expected a list of strings, got {self.stop!r:.100}")
         if "" in self.stop:
             raise RequestError("stop", "expected non-empty strings, got an empty string")
-        for token, bias in self.logit_bias.items():
+        if not isinstance(self.stop_token_ids, Sequence | Set) or not _all(Integral, self.stop_token_ids):
+            raise RequestError(
+                "stop_token_ids", f"expected a list of tokens, got {self.stop_token_ids!r:.100}"
+            )
+        bias_of = self.logit_bias
+        if (
+            not isinstance(bias_of, Mapping)
+            or not _all(Integral, bias_of)
+            or not _all(Real, bias_of.values())
+        ):
+            raise RequestError(
+                "logit_bias", f"expected a dict of numbers keyed by token, got {bias_of!r:.100}"
+            )
+        for token, bias in bias_of.items():
             if not -100 <= bias <= 100:
                 raise RequestError(
                     "logit_bias", f"expected values from -100 to 100, got {bias} for token {token}"

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from farandole.data.tokenizer import train_tokenizer
+from farandole.serve.constraint import Grammars
 from farandole.serve.llm import LLM
 from farandole.serve.request import RequestError, Sampling
+from tests.forking import CONTEXT
 from tests.serve.server import NAME, serving, write_folder
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -99,6 +107,8 @@ def test_the_best_allowed_token_is_selected(llm: LLM) -> None:
         ({"json_schema": {"$ref": "#"}}, "json_schema", "expected a json_schema that some text matches"),
         ({"regex": r"[^\s\S]"}, "regex", "expected a regex that some text matches"),
         ({"regex": r"a[^\s\S]"}, "regex", "expected a regex that some text matches"),
+        ({"grammar": 'start: "a"' + " " * (256 << 10)}, "grammar", "expected at most 256 KiB, got 256.0 KiB"),
+        ({"json_schema": {"const": "a" * (300 << 10)}}, "json_schema", "expected at most 256 KiB, got 300"),
         ({"regex": "a", "grammar": 'start: "a"'}, "grammar", "regex"),
         ({"regex": "a", "min_tokens": 1}, "min_tokens", "regex"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
@@ -108,6 +118,57 @@ def test_invalid_constraints(llm: LLM, parameters: dict[str, Any], field: str, t
     with pytest.raises(RequestError, match=text) as found:
         llm.generate(["say"], **parameters)
     assert found.value.field.endswith(field)
+
+
+def serve_chain(kind: str, depth: int) -> None:
+    tokenizer = train_tokenizer(["hello world"], 270)
+    grammars = Grammars(tokenizer, 270, [0])
+    names = [f"{kind}{number}" for number in range(depth)]
+    if kind == "ref":
+        following = {
+            name: {"$ref": f"#/$defs/{after}"} for name, after in itertools.pairwise([*names, "end"])
+        }
+        sampling = Sampling(json_schema={"$defs": {**following, "end": {"const": 1}}, "$ref": "#/$defs/ref0"})
+    else:
+        rules = [f"{name}: {after}" for name, after in itertools.pairwise(names)]
+        sampling = Sampling(grammar="\n".join([f"start: {names[0]}", *rules, f'{names[-1]}: "1"']))
+    found = []
+
+    def use() -> None:
+        matcher = grammars.matcher(sampling)
+        matcher.add(tokenizer.encode("1").ids[0])
+        grammars.mask(torch.zeros(1, 270), [0], [matcher])
+        found.append(matcher.error)
+
+    thread = threading.Thread(target=use)  # as in the server
+    thread.start()
+    thread.join()
+    assert found == [""]
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("ref", 6000), ("rule", 10000), ("TERM", 10000)])
+def test_long_chains_of_rules_do_not_end_the_process(kind: str, depth: int) -> None:
+    process = CONTEXT.Process(target=serve_chain, args=(kind, depth))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_the_size_of_a_stack_is_changed_for_one_thread(llm: LLM) -> None:
+    before = threading.stack_size()
+    llm.engine.check([5], Sampling(regex="on one stack"))
+    assert threading.stack_size() == before
+
+
+def test_a_tokenizer_that_llguidance_does_not_support() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="b"))
+    grammars = Grammars(tokenizer, 3, [2])
+    for _ in range(2):
+        with pytest.raises(
+            RequestError, match=r"^regex: .* this model's tokenizer \(.*decoder.*\); omit regex"
+        ):
+            grammars.matcher(Sampling(regex="a"))
 
 
 @pytest.mark.parametrize("constraint", [{"regex": ""}, {"grammar": 'start: ""'}])

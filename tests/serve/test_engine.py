@@ -119,6 +119,13 @@ def test_requests_that_do_not_fit_are_refused() -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("name", ["max_running", "max_waiting"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_limit_of_no_sequences_is_refused(name: str, value: int) -> None:
+    with pytest.raises(RequestError, match=f"{name}: expected at least 1 sequence, got {value}"):
+        engine_of("llama", **{name: value})
+
+
 def test_a_full_queue_is_refused() -> None:
     engine = engine_of("gpt2", max_waiting=3)
     engine.add([1], Sampling(n=2))

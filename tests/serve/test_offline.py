@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import farandole
@@ -97,6 +100,46 @@ def test_a_continuation_keeps_the_space_at_its_start(tmp_path: Path) -> None:
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     generate_file(llm, prompts, out, Sampling())
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [" b b b", "b b b"]
+
+
+def test_the_tokens_of_a_prompt_are_integers(folder: Path) -> None:
+    llm = farandole.LLM(folder)
+    tokens = list(range(5, 45))
+    for prompt in (np.array(tokens), torch.tensor(tokens), tuple(tokens), list(np.array(tokens))):
+        assert llm.encode(prompt) == tokens  # type: ignore[arg-type]
+        assert llm.generate([prompt], max_tokens=2)[0].prompt_tokens == tokens  # type: ignore[list-item]
+    for wrong in ([5.5, 6], np.array([5.0]), ["a"], None):
+        with pytest.raises(
+            RequestError, match=r"^prompts\[1\], prompt: expected text or a list of tokens, got"
+        ):
+            llm.generate([[5], wrong])  # type: ignore[list-item]
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ["5"]},
+        {"stop_token_ids": [5.0]},
+        {"logit_bias": [1]},
+        {"logit_bias": {"5": 1}},
+        {"logit_bias": {5: "1"}},
+    ],
+)
+def test_tokens_in_parameters_are_integers(parameters: dict[str, Any]) -> None:
+    (name,) = parameters
+    with pytest.raises(RequestError, match=f"^{name}: expected a (list|dict) of .*, got "):
+        Sampling(**parameters)
+
+
+@pytest.mark.parametrize("prompt", ["hello", [1, 2, 3]])
+def test_one_prompt_is_no_list_of_prompts(folder: Path, prompt: Any) -> None:
+    llm = farandole.LLM(folder)
+    with pytest.raises(RequestError, match=r"^prompts: expected a list of prompts, got .*; write \[prompt\]"):
+        llm.generate(prompt)
+    assert not llm.engine.has_work
+    assert len(llm.generate([prompt], max_tokens=1)) == 1
 
 
 def test_folders_that_cannot_be_served_are_named(folder: Path, tmp_path: Path) -> None:

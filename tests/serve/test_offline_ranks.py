@@ -77,6 +77,8 @@ def in_job(rank: int, size: int, folder: str) -> Any:
             found.append([next(llm.stream(PROMPTS, **GREEDY)).text])
             with pytest.raises(RequestError, match=r"prompts\[0\], prompt: expected at least one token"):
                 llm.generate([[]])
+            with pytest.raises(RequestError, match=r"prompts: expected a list of prompts"):
+                llm.generate("say")
             with pytest.raises(RequestError, match=r"expected 1 or 2 \(the number of ranks of"):
                 farandole.LLM(folder, tensor=3)
             return found
