@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 KEPT = 64
 """The maximum number of compiled grammars in the cache."""
 
-LARGEST = 256
-"""The maximum size of a grammar, in KiB."""
+LARGEST = 96
+"""The maximum size of a grammar, in KiB.  The time to compile some larger grammars exceeds a minute."""
 
 STACK = 512 << 20
 """The size in bytes of the stack on which grammars are compiled.
