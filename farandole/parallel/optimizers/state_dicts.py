@@ -54,7 +54,7 @@ class StateDicts:
         elementwise: bool,
     ) -> None:
         self.given = [list(group) for group in given]
-        """The whole parameters of each group."""
+        """The unsharded parameters of each group."""
         self._tensors, self._names, self._comm, self._elementwise = tensors, names, comm, elementwise
         optimizer.register_state_dict_post_hook(self._describe)
         optimizer.register_load_state_dict_pre_hook(self._fit)
