@@ -164,7 +164,7 @@ class Ready:
     def signature(self) -> Signature:
         """Return the signature of the first rank that has not joined.
 
-        If `error` is None, the ranks' signatures can differ only in the number of rows (all-gathers and all-to-alls).
+        If `error` is None, all signatures are equal, except for the number of rows in all-gathers and all-to-alls.
         """
         return next(found for found in self.signatures if found is not None)
 

@@ -15,7 +15,7 @@ an error only if the shapes or dtypes of recomputed tensors differ.
 Engines that change `parameter.data` between the forward and the backward pass (ZeRO-3) can use module hooks.
 Forward pre-hooks of the block and its submodules run again before a recomputation uses the parameters.  A
 recomputation stops when all saved tensors are recomputed.  Therefore, forward hooks of the block do not run again,
-and forward hooks of its submodules may not run again.  `recomputing()` is true in hooks that run during a
+and some forward hooks of its submodules might not run again.  `recomputing()` is true in hooks that run during a
 recomputation.  These hooks must not free gathered parameters, because the backward pass of the block follows.
 
 Reference: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".

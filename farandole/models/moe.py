@@ -187,9 +187,8 @@ class GroupedRouter(Router):
         super().__init__(width, experts, top)
         if experts % groups or top_groups > groups or top > experts // groups * top_groups:
             raise ValueError(
-                "expected a number of experts that is a multiple of groups, top_groups <= groups, and "
-                f"top <= experts / groups * top_groups, got experts={experts}, groups={groups}, "
-                f"top_groups={top_groups}, top={top}"
+                "expected experts % groups == 0, top_groups <= groups and top <= experts / groups * top_groups; "
+                f"got experts={experts}, groups={groups}, top_groups={top_groups}, top={top}"
             )
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32))
         self.groups, self.top_groups = groups, top_groups

@@ -221,7 +221,7 @@ class Position:
         return list(self._parts.values())
 
     def connect(self) -> None:
-        """Create the groups of all communicators from `part_of`.  This is a collective call.
+        """Create the groups of all communicators that `part_of` returned.  This is a collective call.
 
         Call this method after all axes have been applied, so that an error on a single rank does not block other ranks.
         """

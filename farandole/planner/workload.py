@@ -128,7 +128,7 @@ class Workload:
             `split`.
         mesh, layouts, rank: the mesh, the layouts and the rank of `model`, if ranks have different shards.  By default,
             ranks differ only in their samples.
-        sent: the list to which collectives of the model append the bytes that the rank sends.
+        sent: the list to which the model's collectives append the number of bytes that the rank sends.
     """
 
     model: nn.Module

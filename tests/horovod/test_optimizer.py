@@ -147,7 +147,7 @@ def refusals(rank, size):
             ({"backward_passes_per_step": 0}, "must be 1 or more"),
             ({"groups": 0}, "positive integer or a list"),
             ({"groups": "all"}, "positive integer or a list"),
-            ({"groups": [["weight"]]}, "must consist of torch.Tensor"),
+            ({"groups": [["weight"]]}, "expected lists of tensors, got a list with str"),
             ({"groups": [[model.weight], [model.weight]]}, "only appear once"),
             ({"op": 9}, "use one of hvd"),
             ({"compression": "fp16"}, "Compression.none, fp16 or bf16, got 'fp16'"),

@@ -79,7 +79,7 @@ def in_job(rank: int, size: int, folder: str) -> Any:
                 llm.generate([[]])
             with pytest.raises(RequestError, match=r"prompts: expected a list of prompts"):
                 llm.generate("say")
-            with pytest.raises(RequestError, match=r"expected 1 or 2 \(the number of ranks of"):
+            with pytest.raises(RequestError, match=r"expected 1 or 2 \(the number of ranks that"):
                 farandole.LLM(folder, tensor=3)
             return found
     finally:
@@ -100,7 +100,9 @@ def test_generate_under_a_launcher(folder: Path) -> None:
     assert out == f"say red{alone.text}\n"
     status, out, err = run(ours("-n", "2", *command, "--prompt", "say", "--tensor", "3"), fork_ranks=True)
     assert status == 2
-    assert err.count("tensor: expected 1 or 2 (the number of ranks of farandole launch), got 3") == 1
+    assert (
+        err.count("tensor: expected 1 or 2 (the number of ranks that farandole launch started), got 3") == 1
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -432,7 +432,9 @@ def _check_groups(groups: Any) -> None:
     for group in groups:
         for parameter in group:
             if not isinstance(parameter, Tensor):
-                raise ValueError("groups must consist of torch.Tensor.")
+                raise ValueError(
+                    f"groups: expected lists of tensors, got a list with {type(parameter).__name__}"
+                )
             if id(parameter) in seen:
                 raise ValueError("A parameter can only appear once in groups.")
             seen.add(id(parameter))

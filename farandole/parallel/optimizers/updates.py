@@ -286,7 +286,7 @@ class Updates:
 
 
 def _saved(value: Any) -> Any:
-    """Return a setting for a checkpoint, with one-element tensors converted to numbers."""
+    """Convert an optimizer setting for saving in a checkpoint: one-element tensors become numbers."""
     if isinstance(value, tuple):
         return tuple(_saved(each) for each in value)
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

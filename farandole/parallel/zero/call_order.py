@@ -99,7 +99,7 @@ class CallOrder:
         return not self._sequence
 
     def end(self, rest: Callable[[], Iterable[int]] = lambda: ()) -> None:
-        """End the pass: launch the remaining items in the order, then this rank's remaining items `rest()`."""
+        """End the pass: launch the remaining items of the agreed order, then the items that `rest()` returns."""
         if self._kind is None:
             return
         self._launch_rest()

@@ -42,7 +42,7 @@ def ranks_for(tensor: int) -> Ranks:
     if placement.size != tensor:
         raise RequestError(
             "tensor",
-            f"expected 1 or {placement.size} (the number of ranks of {placement.launcher}), got {tensor}",
+            f"expected 1 or {placement.size} (the number of ranks that {placement.launcher} started), got {tensor}",
         )
     return JobRanks(init().comm)
 
