@@ -279,7 +279,7 @@ def has_results(checkpoint: Path) -> bool:
     curve = run / LOSS_CURVE  # written after the model
     if not os.path.isfile(curve) or (os.path.isdir(run / BASE) and not os.path.isdir(run / MODEL)):
         return False
-    return curve.stat().st_mtime > (checkpoint / METADATA).stat().st_mtime
+    return curve.stat().st_mtime >= (checkpoint / METADATA).stat().st_mtime
 
 
 def damaged_error(folder: Path, why: str) -> CheckpointError:
