@@ -122,7 +122,7 @@ def _check_range(launcher: str, what: str, number: int, count: int, variables: s
         raise LaunchError(f"{launcher} started a job of {count} ranks ({variables}); expected at least 1")
     if not 0 <= number < count:
         raise LaunchError(
-            f"{launcher} assigned {what} {number} of {count} ({variables}); "
+            f"{launcher} set {what} {number} of {count} ({variables}); "
             f"expected a {what} from 0 to {count - 1}"
         )
 
