@@ -60,7 +60,8 @@ _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 _SHARDED = (
     "this rank has only its shard of the parameter, which is gathered only while the model computes with it; on all "
     "ranks, read unsharded values with engine.whole_parameters() or engine.state_dict(), and change them within `with "
-    "engine.edit_parameters():`; instead of an L2 penalty in the loss, use the optimizer's weight_decay"
+    "engine.edit_parameters():`; instead of an L2 penalty in the loss, use the optimizer's weight_decay; a block must pass "
+    "a copy of its parameter to other blocks (parameter.clone())"
 )
 
 
