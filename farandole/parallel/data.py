@@ -313,7 +313,7 @@ class GradientReducer:
         for bucket, shards, flags in zip(self.buckets, self.shards, self._used_by_bucket, strict=True):
             used = flags.tolist()
             shards.set_gradients(used, self._norms)
-            if bucket.plan.every_pass:
+            if bucket.plan.every_pass and self._every_pass:  # only then, a late gradient is reduced again
                 bucket.expect(used)
         self.reduced = True
         self._events.end_step()

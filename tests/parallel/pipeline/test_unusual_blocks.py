@@ -56,6 +56,14 @@ class Drop(nn.Linear):
         return super().forward(hidden + other if x[0, 0] > 0 else hidden)
 
 
+class Cut(nn.Linear):
+    """Passes no gradient on unless the first element of the first tensor is positive."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, hidden = inputs
+        return super().forward(hidden if x[0, 0] > 0 else hidden.detach())
+
+
 class Counter(nn.Linear):
     """Returns a buffer that each forward pass changes in place."""
 
@@ -86,6 +94,7 @@ def _linear() -> nn.Module:
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "detach": lambda: [_linear(), _linear(), Detach(), _linear(), _linear()],
     "branch": lambda: [First(WIDTH, WIDTH), Branch(WIDTH, WIDTH), Drop(WIDTH, WIDTH), _linear()],
+    "cut": lambda: [First(WIDTH, WIDTH), Cut(WIDTH, WIDTH), _linear(), _linear()],
     "counter": lambda: [_linear(), Counter(30000), Multiply(WIDTH, WIDTH), _linear()],
 }
 
