@@ -119,7 +119,7 @@ def _with_targets(rows: Tensor, targets: Tensor, size: int) -> tuple[Tensor, Ten
         rows, targets = rows.index_select(0, chosen), targets.index_select(0, chosen)
     if len(targets) and (most := int(targets.max())) >= size:
         raise IndexError(
-            f"expected targets below {size} (the number of classes), got {most}; negative targets are ignored"
+            f"expected targets below {size} (the number of logits), got {most}; negative targets are ignored"
         )
     return rows, targets
 

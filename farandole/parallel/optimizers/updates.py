@@ -183,7 +183,7 @@ class Updates:
             # torch checks the parameters before they are replaced by this rank's shards, and separates their names
             present = [
                 {**group, "params": whole}
-                for group, whole in zip(changed.param_groups, state_dicts.given, strict=False)
+                for group, whole in zip(changed.param_groups, state_dicts.given, strict=True)
             ]
             added = Optimizer([*present, param_group], {}).param_groups[-1]
             given = added["params"]

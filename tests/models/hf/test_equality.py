@@ -192,7 +192,7 @@ def test_classifiers_ignore_negative_targets(family: str, labels: list[int], tmp
         again, same = ours(inputs, None, targets)
     assert count == same == sum(label >= 0 for label in labels)
     torch.testing.assert_close(again, total.detach())
-    with pytest.raises(IndexError, match=r"expected targets below 3 \(the number of classes\), got 3"):
+    with pytest.raises(IndexError, match=r"expected targets below 3 \(the number of logits\), got 3"):
         ours(inputs, None, targets.abs().clamp(max=3))
 
 
